@@ -1,0 +1,1 @@
+"""Models that can be observed: one call per attention layer."""
