@@ -1,0 +1,239 @@
+"""One pass: a model, documents and cells in, exact tallies out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from sparsity_lab import __version__
+from sparsity_lab.activations import LayerActivations, ObservableModel
+from sparsity_lab.cells import Cell, cell_id, check_cell, with_envelope
+from sparsity_lab.dense import default_tile, reconstruction_error, row_tiles
+from sparsity_lab.documents import Document, Documents
+from sparsity_lab.passes import CheckError, DocumentPass, Tally
+from sparsity_lab.results import Results, Store, tally_frame
+from sparsity_lab.scorers import BASELINES, Scorer
+
+# Part of every cell id: raise it whenever the same cell would get other numbers, so old results are never mistaken.
+NUMBERS_VERSION = 1
+ENVELOPE = ("oracle", "recency", "random")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+Progress = Callable[[int, int], None]  # (layers done, layers in all)
+
+
+def sample_rows(length: int, count: int | None, seed: int, document: str) -> Tensor:
+    """Query rows to measure, ascending int64 [min(count, length)].
+
+    Stratified: one row from each of `count` equal spans of positions, drawn with (seed, document id); None = all rows.
+    """
+    if count is None or count >= length:
+        return torch.arange(length)
+    if count < 1:
+        raise ValueError(f"measure.rows={count}: must be at least 1, or null for all rows")
+    key = hashlib.sha256(f"{seed}:{document}".encode()).digest()
+    generator = np.random.default_rng(np.frombuffer(key, dtype=np.uint32))
+    edges = np.arange(count + 1) * length // count
+    return torch.from_numpy(generator.integers(edges[:-1], edges[1:]))
+
+
+def measured_layers(model: ObservableModel, length: int, layers: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """(layers to measure, layers that do not apply because their sliding window is shorter than the documents)."""
+    windows = model.windows()
+    wanted = sorted(windows) if layers is None else sorted(set(layers))
+    unknown = [layer for layer in wanted if layer not in windows]
+    if unknown:
+        raise ValueError(f"measure.layers={unknown}: the model has attention layers {sorted(windows)}")
+    applicable = [layer for layer in wanted if (windows[layer] or length) >= length]
+    if not applicable:
+        raise ValueError(
+            f"measure.layers={wanted}: all are sliding-window layers, whose window is below {length} tokens"
+        )
+    return applicable, [layer for layer in wanted if layer not in applicable]
+
+
+class Plan:
+    """What a pass will compute: its layers, the valid cells with their ids, and the cells that cannot be measured."""
+
+    def __init__(
+        self,
+        model: ObservableModel,
+        source: Mapping[str, Any],
+        length: int,
+        cells: Sequence[Cell],
+        *,
+        scorers: Mapping[str, Scorer] | None = None,
+        rows: int | None = 128,
+        seed: int = 0,
+        layers: Sequence[int] | None = None,
+        envelope: bool = True,
+        detail_rows: int = 16,
+    ) -> None:
+        if model.max_length is not None and length > model.max_length:
+            raise ValueError(f"data.length={length}: {model.name} was made for at most {model.max_length} positions")
+        if detail_rows < 0:
+            raise ValueError(f"measure.detail_rows={detail_rows}: must be at least 0 (0 = no per-head metrics)")
+        if rows is not None and rows < 1:
+            raise ValueError(f"measure.rows={rows}: must be at least 1, or null for all rows")
+        self.length, self.rows, self.seed, self.detail_rows = length, rows, seed, detail_rows
+        self.scorers: dict[str, Scorer] = {name: make() for name, make in BASELINES.items()} | dict(scorers or {})
+        self.layers, self.skipped_layers = measured_layers(model, length, layers)
+        self.context: dict[str, Any] = {
+            "numbers": NUMBERS_VERSION,
+            "model": model.fingerprint,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": model.device.type,
+            "data": dict(source),
+            "rows": rows,
+            "seed": seed,
+            "layers": self.layers,
+            "detail_rows": detail_rows,
+        }
+        self.cells: dict[str, Cell] = {}
+        self.failed: list[dict[str, Any]] = []
+        for cell in with_envelope(cells, ENVELOPE) if envelope else cells:
+            self._admit(cell, model)
+        described = {"model": model.name, "data": source["name"], "length": length}
+        described |= {key: self.context[key] for key in ("dtype", "device", "rows", "seed")}
+        self.descriptions = {
+            key: {**cell.fields(), **described, "scorer_options": self.scorers[cell.scorer].describe()}
+            for key, cell in self.cells.items()
+        }
+
+    def _admit(self, cell: Cell, model: ObservableModel) -> None:
+        if cell.scorer not in self.scorers:
+            raise ValueError(f"scorer={cell.scorer!r}: must be one of {', '.join(self.scorers)}")
+        try:
+            check_cell(cell, length=self.length, num_layers=model.num_layers, layers=self.layers)
+        except ValueError as error:
+            self.failed.append({**cell.fields(), "reason": str(error)})
+            return
+        self.cells[cell_id(cell, self.scorers[cell.scorer].describe(), self.context)] = cell
+
+
+def measure_document(
+    model: ObservableModel,
+    document: Document,
+    plan: Plan,
+    ids: Sequence[str],
+    *,
+    checks: bool = True,
+    row_tile: int | None = None,
+    on_layer: Callable[[], None] | None = None,
+) -> pd.DataFrame:
+    """One forward over one document; tallies of the cells `ids`."""
+    cells = [plan.cells[i] for i in ids]
+    rows = sample_rows(plan.length, plan.rows, plan.seed, document.id).to(model.device)
+    spread = torch.arange(min(plan.detail_rows, len(rows)), device=rows.device)
+    detail_rows = rows[spread * len(rows) // len(spread)] if len(spread) else None
+    tally = Tally(len(cells), plan.layers, plan.length, model.device)
+    evaluator = DocumentPass(cells, plan.scorers, tally, detail_rows=detail_rows, checks=checks)
+    tile = row_tile or default_tile(model.num_heads, plan.length)
+
+    def observe(acts: LayerActivations) -> None:
+        for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed)):
+            if checks and i == 0:
+                _check_dense(part, model.dtype)
+            evaluator.tile(part)
+        if on_layer is not None:
+            on_layer()
+
+    model.observe(document.tokens.unsqueeze(0), observe, plan.layers)
+    columns = tally.columns()
+    size = len(columns["cell"])
+    columns["cell_id"] = np.asarray(list(ids), dtype=object)[columns.pop("cell")]
+    columns["document"] = np.full(size, document.id, dtype=object)
+    columns["document_index"] = np.full(size, document.index, dtype=np.int64)
+    return tally_frame(columns)
+
+
+def _check_dense(tile: Any, dtype: torch.dtype) -> None:
+    """Our probabilities times the values must give the layer's own output, else they describe another attention."""
+    error = reconstruction_error(tile)
+    limit = TOLERANCE.get(dtype, 3e-2)
+    if not error <= limit:
+        raise CheckError(
+            f"layer {tile.acts.layer}: attention rebuilt from its queries and keys differs from the model's own output "
+            f"by {error:.2e} (allowed {limit:.0e}): its mask or scaling is none that sparsity_lab knows, so nothing "
+            "measured there would be right"
+        )
+
+
+def measure(
+    model: ObservableModel,
+    documents: Documents,
+    cells: Sequence[Cell],
+    *,
+    scorers: Mapping[str, Scorer] | None = None,
+    rows: int | None = 128,
+    seed: int = 0,
+    layers: Sequence[int] | None = None,
+    envelope: bool = True,
+    detail_rows: int = 16,
+    checks: bool = True,
+    row_tile: int | None = None,
+    store: Store | None = None,
+    failed: Sequence[Mapping[str, Any]] = (),
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Results:
+    """Measure cells on documents with one forward a document.
+
+    Args:
+        scorers: name -> scorer, beside the baselines (oracle, recency, random, mean_key, quest) at their defaults.
+        rows: query rows a document (None = all); envelope: add oracle, recency and random to every cell.
+        layers: attention layers to measure (None = all); sliding-window layers shorter than the documents are skipped.
+        detail_rows: how many of the rows get the per-head metrics worst_head_coverage and output_error (0 = none).
+        checks: verify invariants while measuring; row_tile: rows at a time (None = by memory).
+        store: results folder; what it already holds is not computed again. failed: invalid cells to record there.
+    Raises:
+        ValueError: bad options, or no cell that can be measured. CheckError: an invariant does not hold.
+    """
+    if len(documents) == 0:
+        raise ValueError("data: no documents to measure")
+    length = int(documents[0].tokens.numel())
+    plan = Plan(
+        model, documents.source, length, cells, scorers=scorers, rows=rows, seed=seed, layers=layers,
+        envelope=envelope, detail_rows=detail_rows,
+    )  # fmt: skip
+    failed = [*failed, *plan.failed]
+    for cell in failed:
+        say(f"cell cannot be measured: {cell['reason']}")
+    if not plan.cells:
+        raise ValueError(failed[0]["reason"] if failed else "no cells to measure")
+    if plan.skipped_layers:
+        say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens")
+    done: set[tuple[str, str]] = set()
+    if store is not None:
+        store.register(plan.descriptions, failed)
+        done = store.done()
+        for text in store.damaged:
+            say(f"set aside and computed again: {text}")
+    todo = {d.id: [i for i in plan.cells if (i, d.id) not in done] for d in documents}
+    work = [d for d in documents if todo[d.id]]
+    if len(work) < len(documents):
+        say(f"{len(documents) - len(work)} of {len(documents)} documents are in the results already")
+    steps, frames = [0], []
+
+    def step() -> None:
+        steps[0] += 1
+        if progress is not None:
+            progress(steps[0], len(work) * len(plan.layers))
+
+    for document in work:
+        frame = measure_document(
+            model, document, plan, todo[document.id], checks=checks, row_tile=row_tile, on_layer=step
+        )
+        if store is not None:
+            store.add(frame)
+        else:
+            frames.append(frame)
+    if store is not None:
+        return store.finish()
+    tallies = pd.concat(frames, ignore_index=True)
+    return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__})

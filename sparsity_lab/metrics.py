@@ -1,0 +1,230 @@
+"""The metrics of all budgets at once, read off the order in which a selection takes its positions.
+
+A top-k selection at k is the first k entries of one order, so one walk along the order gives every k. Each function
+takes the order and returns one value a (k, group, row); what is undefined is NaN.
+
+Shapes: g groups, R rows, L entries of the order (-1 = nothing), n compressed positions, K budgets (ascending).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsity_lab.dense import RowTile, exact, group_sum, per_group
+from sparsity_lab.selection import DROPPED, order_positions, visible_lengths
+
+METRICS = (
+    "recall",
+    "coverage",
+    "oracle_coverage",
+    "relative_coverage",
+    "total_coverage",
+    "top1_hit",
+    "worst_head_coverage",
+    "density",
+    "pool_recall",
+    "pool_coverage",
+    "in_pool_recall",
+    "output_error",
+)
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the dense attention says of a tile at one ratio, grouping and window.
+
+    Arrays over positions have one entry more than n, which is zero: the order's -1 look it up.
+    """
+
+    visible: Tensor  # int64 [R]
+    order: Tensor  # int64 [g, R, min(kmax, n)], the oracle's order
+    rank: Tensor  # int32 [g, R, n + 1], place in that order, DROPPED beyond kmax
+    mass: Tensor  # float64 [g, R, n + 1]: D, zero beyond the visible length
+    total: Tensor  # float64 [g, R]: visible mass
+    best: Tensor  # float64 [g, R, L]: mass of the first entries of the oracle's order
+    raw_start: Tensor  # int64 [R]: first token attended raw
+    raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
+    outside: Tensor  # float64 [g, R, n + 1]: the part of D that lies before raw_start
+
+
+def raw_start(rows: Tensor, ratio: int, window: int) -> Tensor:
+    """First token attended raw: the window's or the incomplete tail group's, whichever comes first. [R] -> [R]."""
+    tail = visible_lengths(rows, ratio) * ratio
+    return torch.minimum((rows - window + 1).clamp(min=0), tail)
+
+
+def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Truth:
+    """Rank the dense mass once a tile; every O_k is a prefix of the order. Kept for all scorers and cells."""
+
+    def make() -> Truth:
+        visible, start = visible_lengths(tile.rows, ratio), raw_start(tile.rows, ratio, window)
+        n = tile.length // ratio
+        hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
+        mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
+        order = order_positions(tile.ranked_mass(share, ratio).masked_fill(hidden, float("-inf")), kmax)
+        raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
+        tokens = tile.token_mass(share)
+        return Truth(
+            visible=visible,
+            order=order,
+            rank=ranks_of(order, n + 1),
+            mass=mass,
+            total=mass.sum(-1),
+            best=mass.gather(-1, order.masked_fill(order < 0, n)).cumsum(-1),
+            raw_start=start,
+            raw_mass=tokens.masked_fill(~raw, 0.0).sum(-1),
+            outside=F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1)),
+        )
+
+    return tile.keep(("truth", share, ratio, window, kmax), make)
+
+
+def ranks_of(order: Tensor, n: int) -> Tensor:
+    """Invert an order: place of every position, DROPPED for those not in it. [..., L] -> int32 [..., n]."""
+    places = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device).expand_as(order)
+    ranks = torch.full((*order.shape[:-1], n + 1), DROPPED, dtype=torch.int32, device=order.device)
+    return ranks.scatter_(-1, order.masked_fill(order < 0, n), places)[..., :n]
+
+
+def within(budgets: Sequence[int], entries: int, device: torch.device) -> Tensor:
+    """1.0 where entry i < k, float64 [L, K]. A product with it sums the first k entries for every k; only exact values
+    are summed so, which makes the result independent of how a device orders the sum."""
+    at = torch.arange(entries, device=device).unsqueeze(-1)
+    return (at < torch.tensor(budgets, device=device)).double()
+
+
+def ratio_or_nan(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Division that is NaN, not infinite, where the denominator is 0."""
+    return torch.where(denominator > 0, numerator / denominator, NAN)
+
+
+def possible_hits(true: Truth, budgets: Sequence[int]) -> Tensor:
+    """min(k, v), float64 [K, 1, R]."""
+    return torch.stack([true.visible.clamp(max=k) for k in budgets]).double().unsqueeze(1)
+
+
+def selection_metrics(
+    order: Tensor, ratio: int, rows: Tensor, true: Truth, budgets: Sequence[int]
+) -> dict[str, Tensor]:
+    """The metrics of a selection that need the group's mass alone, and `hits` = |S ∩ O_k|. Each [K, g, R]."""
+    at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
+    rank = true.rank.gather(-1, at)
+    tokens = (true.raw_start.unsqueeze(-1) - order * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
+    parts = (true.mass.gather(-1, at), true.outside.gather(-1, at), tokens.double(), (rank == 0).double())
+    sums = torch.stack(parts) @ within(budgets, order.shape[-1], order.device)
+    kept, outside, raw_tokens, top1 = sums.movedim(-1, 1)
+    # entry i of the order is in S and in O_k iff i < k and its place in the oracle's order is < k
+    both = torch.maximum(rank, torch.arange(order.shape[-1], dtype=torch.int32, device=order.device))
+    hits = torch.stack([(both < k).sum(-1) for k in budgets]).double()
+    last = torch.tensor(budgets, device=order.device).clamp(max=true.best.shape[-1]) - 1
+    best = true.best.index_select(-1, last).movedim(-1, 0)
+    return {
+        "hits": hits,
+        "recall": ratio_or_nan(hits, possible_hits(true, budgets)),
+        "coverage": ratio_or_nan(kept, true.total),
+        "oracle_coverage": ratio_or_nan(best, true.total),
+        "relative_coverage": ratio_or_nan(kept, best),
+        "top1_hit": top1,
+        "total_coverage": true.raw_mass + outside,
+        "density": (raw_tokens + (rows + 1 - true.raw_start)) / (rows + 1),
+    }
+
+
+def pool_metrics(pool: Tensor, block_size: int, true: Truth, hits: Tensor, budgets: Sequence[int]) -> dict[str, Tensor]:
+    """pool_recall, pool_coverage, in_pool_recall of a pool given as bool per block [g, R, nb]."""
+    mass = true.mass[..., :-1]
+    blocks = F.pad(mass, (0, -mass.shape[-1] % block_size)).unflatten(-1, (-1, block_size)).sum(-1)
+    in_pool = pool.gather(-1, true.order.clamp(min=0) // block_size) & (true.order >= 0)
+    oracle_hits = (in_pool.double() @ within(budgets, in_pool.shape[-1], pool.device)).movedim(-1, 0)
+    return {
+        "pool_recall": ratio_or_nan(oracle_hits, possible_hits(true, budgets)),
+        "pool_coverage": ratio_or_nan((blocks * pool).sum(-1), true.total).expand_as(hits),
+        "in_pool_recall": ratio_or_nan(hits, oracle_hits),
+    }
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What the per-head metrics need of the few rows they are measured on (E of the tile's R)."""
+
+    at: Tensor  # int64 [E], places in the tile
+    mass: Tensor  # float64 [g, heads, E, n + 1]: visible mass per head
+    total: Tensor  # float64 [g, heads, E]
+    probabilities: Tensor  # float32 [g, heads, E, t]
+    left: Tensor | float  # the sink's share, [g, heads, E, 1]
+    output: Tensor  # float32 [g, heads, E, dv]: dense attention output
+
+
+def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | None:
+    """Per-head truth for the tile's rows among `chosen`, None when it has none."""
+
+    def make() -> Detail | None:
+        at = torch.isin(tile.rows, chosen).nonzero().squeeze(-1)
+        if at.numel() == 0:
+            return None
+        p = tile.probabilities[:, at]
+        mass = group_sum(p, ratio).double()
+        visible = visible_lengths(tile.rows[at], ratio).unsqueeze(-1)
+        hidden = torch.arange(mass.shape[-1], device=p.device) >= visible
+        mass = exact(F.pad(mass.masked_fill(hidden, 0.0), (0, 1)))
+        grouped = per_group(p, share, tile.kv_heads)
+        return Detail(
+            at=at,
+            mass=per_group(mass, share, tile.kv_heads),
+            total=per_group(mass.sum(-1), share, tile.kv_heads),
+            probabilities=grouped,
+            left=0.0 if tile.acts.sink is None else (1.0 - grouped.sum(-1, keepdim=True)).clamp(min=0.0),
+            output=_weighted(grouped, tile.acts.v[0].float()),
+        )
+
+    return tile.keep(("detail", share, ratio), make)
+
+
+def head_metrics(
+    tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail, budgets: Sequence[int]
+) -> dict[str, Tensor]:
+    """worst_head_coverage and output_error, [K, g, R], NaN but for the detail rows.
+
+    worst_head_coverage: smallest share of a head's own visible mass; heads without any do not count. output_error:
+    ‖o_S − o‖ / ‖o‖, softmax renormalised over the attended tokens, mean over the group's heads.
+    """
+    order = order[:, few.at]
+    n = few.mass.shape[-1] - 1
+    index = order.masked_fill(order < 0, n).unsqueeze(1).expand(-1, few.mass.shape[1], -1, -1)
+    kept = (few.mass.gather(-1, index) @ within(budgets, order.shape[-1], order.device)).movedim(-1, 0)
+    none = few.total == 0
+    least = (kept / few.total).masked_fill(none, float("inf")).amin(2).masked_fill(none.all(1), NAN)
+    error = _output_error(tile, order, ratio, true, few, budgets)
+    out = kept.new_full((2, len(budgets), order.shape[0], tile.rows.numel()), NAN)
+    out[..., few.at] = torch.stack([least, error])
+    return {"worst_head_coverage": out[0], "output_error": out[1]}
+
+
+def _output_error(tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail, budgets: Sequence[int]) -> Tensor:
+    """float64 [K, g, E]; `order` holds the detail rows only."""
+    v = tile.acts.v[0].float()
+    token = torch.arange(tile.length, device=order.device)
+    rows, start = tile.rows[few.at].unsqueeze(-1), true.raw_start[few.at].unsqueeze(-1)
+    raw = (token >= start) & (token <= rows)
+    ranks = ranks_of(order, tile.length // ratio).repeat_interleave(ratio, dim=-1)
+    ranks = F.pad(ranks, (0, tile.length - ranks.shape[-1]), value=DROPPED)
+    errors = []
+    for k in budgets:
+        kept = few.probabilities * (raw | (ranks < k)).unsqueeze(1)
+        attended = (kept.sum(-1, keepdim=True) + few.left).clamp_min(1e-30)
+        difference = _weighted(kept, v) / attended - few.output
+        errors.append((difference.norm(dim=-1) / few.output.norm(dim=-1).clamp_min(1e-30)).mean(1).double())
+    return torch.stack(errors)
+
+
+def _weighted(p: Tensor, v: Tensor) -> Tensor:
+    """p [g, heads, R, t] and v [k, t, d] -> [g, heads, R, d], each query head with its own key head's values."""
+    per_kv = p.flatten(0, 1).unflatten(0, (v.shape[0], -1))
+    out = torch.matmul(per_kv.flatten(1, 2), v)
+    return out.view(*p.shape[:-1], v.shape[-1])

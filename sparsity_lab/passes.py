@@ -1,0 +1,262 @@
+"""All cells of a pass, evaluated together: one forward of the model serves every cell.
+
+Per layer, row tile, ratio and grouping the dense mass is ranked once; per scorer the index scores are ranked once. A
+cell then only reads: its top-k is a prefix of the order, and with a candidate pool the prefix of what a running count
+leaves of that order. So a further cell costs counting, not sorting.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsity_lab import metrics
+from sparsity_lab.cells import Candidate, Cell
+from sparsity_lab.dense import RowTile
+from sparsity_lab.metrics import METRICS, NAN, Truth
+from sparsity_lab.scorers import Scorer
+from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks
+
+# Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
+# bits whatever the order of rows, documents and shards.
+VALUE_UNIT = 2.0**-36
+CHECK_SLACK = 1e-6  # positions are ranked by float32 masses, which may tie where the exact ones differ
+
+
+class Variant(NamedTuple):
+    """What changes a scorer's order beside the scores themselves."""
+
+    share: str
+    ratio: int
+    scorer: str
+    sinks: int
+    excluded_window: int | None
+
+
+class CheckError(RuntimeError):
+    """An invariant of DESIGN §2 does not hold: a bug, or a model that is not what it says."""
+
+
+def variant_of(cell: Cell) -> Variant:
+    s = cell.selection
+    return Variant(s.share, s.compress_ratio, cell.scorer, s.sinks, s.window if s.exclude_window else None)
+
+
+def num_buckets(length: int) -> int:
+    """Position buckets of a document: [1, 2) with row 0, [2, 4), [4, 8) ... up to its length."""
+    return max(1, (length - 1).bit_length())
+
+
+def bucket_of(rows: Tensor) -> Tensor:
+    """Bucket index, floor(log2(max(s, 1))), exact for every int64 position."""
+    return torch.log2(rows.clamp(min=1).double()).floor().long()
+
+
+def restrict(order: Tensor, block_rank: Tensor, topk_blocks: int, limit: int) -> Tensor:
+    """The first `limit` entries of an order that lie in the pool, by a running count instead of a second sort.
+
+    Args:
+        order: int64 [..., n], -1 where nothing.
+        block_rank: int32 [..., n], rank of each entry's block (DROPPED for -1).
+    Returns:
+        int64 [..., min(limit, n)], -1 where the pool holds fewer.
+    """
+    inside = block_rank < topk_blocks
+    keep = inside & (inside.cumsum(-1, dtype=torch.int32) <= limit)
+    out = order.new_full((*order.shape[:-1], min(limit, order.shape[-1])), -1)
+    filled = torch.arange(out.shape[-1], device=order.device) < keep.sum(-1, keepdim=True)
+    # both masks are walked row by row, so entries land in their own row, in order
+    return out.masked_scatter_(filled, order.masked_select(keep))
+
+
+class Tally:
+    """Sums and counts a (cell, layer, bucket) over one document; exact, so they add up in any order."""
+
+    def __init__(self, cells: int, layers: Sequence[int], length: int, device: torch.device) -> None:
+        self.layers = list(layers)
+        shape = (cells, len(layers), num_buckets(length))
+        self.sums = torch.zeros((*shape, len(METRICS)), dtype=torch.float64, device=device)
+        self.counts = torch.zeros((*shape, len(METRICS)), dtype=torch.float64, device=device)
+        self.rows = torch.zeros((*shape, 3), dtype=torch.float64, device=device)  # averaged, saturated, empty
+
+    def add(
+        self,
+        cells: Sequence[int],
+        layer: int,
+        rows: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        ks: Tensor,
+        places: Tensor,
+    ) -> None:
+        """values float64 [metric, K, g, R] (NaN = undefined) for budgets ks [K, 1]; cell i has budget places[i]."""
+        into = torch.nn.functional.one_hot(bucket_of(rows), self.sums.shape[2]).double()
+        kinds = torch.stack([visible > ks, (visible <= ks) & (visible > 0), (visible == 0).expand(len(ks), -1)])
+        defined = ~values.isnan() & kinds[0].unsqueeze(1)
+        exact = torch.where(defined, (values / VALUE_UNIT).round() * VALUE_UNIT, 0.0)
+        at, place = torch.tensor(list(cells), device=rows.device), self.layers.index(layer)
+        self.sums[at, place] += (exact.sum(2) @ into).permute(1, 2, 0)[places]
+        self.counts[at, place] += (defined.double().sum(2) @ into).permute(1, 2, 0)[places]
+        self.rows[at, place] += (kinds.double() @ into).permute(1, 2, 0)[places] * values.shape[2]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Long form: indices of cell, layer and bucket, then the tallies; combinations without rows are left out."""
+        rows = self.rows.cpu().numpy()
+        cell, layer, bucket = np.nonzero(rows.sum(-1))
+        out: dict[str, np.ndarray] = {
+            "cell": cell.astype(np.int32),
+            "layer": np.asarray(self.layers, dtype=np.int32)[layer],
+            "bucket": (1 << bucket).astype(np.int64),
+        }
+        for i, name in enumerate(("rows", "saturated", "empty")):
+            out[name] = rows[cell, layer, bucket, i].astype(np.int64)
+        sums, counts = self.sums.cpu().numpy()[cell, layer, bucket], self.counts.cpu().numpy()[cell, layer, bucket]
+        for i, name in enumerate(METRICS):
+            out[f"{name}_sum"] = sums[:, i]
+            out[f"{name}_n"] = counts[:, i].astype(np.int64)
+        return out
+
+
+class DocumentPass:
+    """Evaluates every cell on one document, layer by layer. Between layers only the block ranks of sources are kept."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        scorers: Mapping[str, Scorer],
+        tally: Tally,
+        *,
+        detail_rows: Tensor | None = None,
+        checks: bool = True,
+    ) -> None:
+        self.cells = list(cells)
+        self.scorers = scorers
+        self.tally = tally
+        self.detail_rows = detail_rows  # the rows on which per-head metrics are measured, int64 [E]
+        self.checks = checks
+        self.block_ranks: dict[tuple[Variant, int, int, int], Tensor] = {}
+        self.by_variant: dict[Variant, list[int]] = defaultdict(list)
+        self.kmax: dict[tuple[str, int], int] = defaultdict(int)
+        for i, cell in enumerate(self.cells):
+            variant = variant_of(cell)
+            self.by_variant[variant].append(i)
+            group = (variant.share, variant.ratio)
+            self.kmax[group] = max(self.kmax[group], cell.selection.topk)
+
+    def tile(self, tile: RowTile) -> None:
+        """Evaluate all cells on one row tile of one layer."""
+        for variant, members in self.by_variant.items():
+            scores = self.scorers[variant.scorer].scores(tile, variant.ratio, variant.share)
+            scores = scores.expand(tile.groups(variant.share), -1, -1)
+            scores = adjust_scores(
+                scores,
+                tile.rows,
+                variant.ratio,
+                window=variant.excluded_window or 0,
+                exclude_window=variant.excluded_window is not None,
+                sinks=variant.sinks,
+            )
+            self._publish(tile, variant, members, scores)
+            self._variant(tile, variant, members, scores)
+
+    def _publish(self, tile: RowTile, variant: Variant, members: Iterable[int], scores: Tensor) -> None:
+        layer = tile.acts.layer
+        pools = {self.cells[i].selection.candidate for i in members}
+        for block_size in {p.block_size for p in pools if p is not None and p.source_layer == layer}:
+            visible = (tile.rows + 1) // variant.ratio
+            ranks = rank_blocks(scores, visible, block_size)
+            self.block_ranks[variant, layer, block_size, int(tile.rows[0])] = ranks
+
+    def _variant(self, tile: RowTile, variant: Variant, members: Sequence[int], scores: Tensor) -> None:
+        """Order the scores once, then read every cell that shares it."""
+        groups: dict[tuple[Candidate | None, int], list[int]] = defaultdict(list)
+        for i in members:
+            selection = self.cells[i].selection
+            pool = selection.candidate
+            # the source and the layers before it choose freely, as published
+            searches = pool if pool is not None and tile.acts.layer > pool.source_layer else None
+            groups[searches, selection.window].append(i)
+        kmax = self.kmax[variant.share, variant.ratio]
+        pooled = any(pool is not None for pool, _ in groups)
+        order = order_positions(scores, None if pooled else kmax)
+        ranks_in_order: dict[tuple[int, int], Tensor] = {}
+        for (pool, window), cells in groups.items():
+            true = metrics.truth(tile, variant.share, variant.ratio, window, kmax)
+            if pool is None:
+                self._read(tile, variant, cells, order[..., :kmax], true, None)
+                continue
+            source = (pool.source_layer, pool.block_size)
+            ranks = self.block_ranks[(variant, *source, int(tile.rows[0]))]
+            if source not in ranks_in_order:
+                in_order = ranks.gather(-1, order.clamp(min=0) // pool.block_size)
+                ranks_in_order[source] = in_order.masked_fill_(order < 0, DROPPED)
+            limit = max(self.cells[i].selection.topk for i in cells)
+            inside = restrict(order, ranks_in_order[source], pool.topk_blocks, limit)
+            self._read(tile, variant, cells, inside, true, (ranks < pool.topk_blocks, pool.block_size))
+
+    def _read(
+        self,
+        tile: RowTile,
+        variant: Variant,
+        cells: Sequence[int],
+        order: Tensor,
+        true: Truth,
+        pool: tuple[Tensor, int] | None,
+    ) -> None:
+        """All metrics of cells that differ only in k, into the tally."""
+        wanted = [self.cells[i].selection.topk for i in cells]
+        budgets = sorted(set(wanted))
+        found = metrics.selection_metrics(order, variant.ratio, tile.rows, true, budgets)
+        hits = found["hits"]
+        if pool is not None:
+            found |= metrics.pool_metrics(*pool, true, hits, budgets)
+        few = self._detail(tile, variant)
+        if few is not None:
+            found |= metrics.head_metrics(tile, order, variant.ratio, true, few, budgets)
+        missing = hits.new_full(hits.shape, NAN)
+        values = torch.stack([found.get(name, missing) for name in METRICS])
+        ks = torch.tensor(budgets, device=hits.device).unsqueeze(-1)
+        if self.checks:
+            self._check(tile, cells, order, true, values, ks)
+        places = torch.tensor([budgets.index(k) for k in wanted], device=hits.device)
+        self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, places)
+
+    def _detail(self, tile: RowTile, variant: Variant) -> metrics.Detail | None:
+        if self.detail_rows is None:
+            return None
+        return metrics.detail(tile, variant.share, variant.ratio, self.detail_rows)
+
+    def _check(
+        self, tile: RowTile, cells: Sequence[int], order: Tensor, true: Truth, values: Tensor, ks: Tensor
+    ) -> None:
+        """Invariants of every selection, whatever the scorer (DESIGN §2)."""
+        example = self.cells[cells[0]]
+        named = dict(zip(METRICS, values, strict=True))
+        must_be_full = (true.visible <= ks).unsqueeze(1).expand_as(named["recall"])
+        if example.scorer == "oracle":
+            must_be_full = torch.ones_like(must_be_full)
+        if any(self._restricted(i, tile.acts.layer) for i in cells):
+            must_be_full = torch.zeros_like(must_be_full)
+        shares = values[: METRICS.index("output_error")]
+        for what, bad in (
+            ("a future position is selected", (order >= true.visible.unsqueeze(-1)).any(-1).expand_as(must_be_full)),
+            ("coverage is above the oracle's", named["coverage"] > named["oracle_coverage"] + CHECK_SLACK),
+            ("recall is below 1 though it must be full", must_be_full & (named["recall"] < 1)),
+            ("a share lies outside 0..1", ((shares < 0) | (shares > 1 + CHECK_SLACK)).any(0)),
+        ):
+            if bad.any():
+                k, group, row = (int(x) for x in bad.nonzero()[0])
+                raise CheckError(
+                    f"{what}: layer {tile.acts.layer}, row {int(tile.rows[row])}, group {group}, "
+                    f"k {int(ks[k])}, cell {example.label()}"
+                )
+
+    def _restricted(self, cell: int, layer: int) -> bool:
+        """Whether the cell may leave visible positions out although its budget would hold them."""
+        s = self.cells[cell].selection
+        return s.exclude_window or s.sinks > 0 or (s.candidate is not None and layer > s.candidate.source_layer)

@@ -1,0 +1,296 @@
+"""Results: exact tallies per (cell, document, layer, bucket), what they describe, and the averages made from them.
+
+A results folder holds
+
+    manifest.json    what was measured: configuration, cells, documents, versions, device, git state, seed
+    tallies.parquet  the tallies (columns: see TALLY_COLUMNS)
+    summary.csv      a row a cell and layer, with 95 % intervals
+    status           running, complete, or failed and why
+    parts/           tallies of documents measured since tallies.parquet was last written
+
+Cells and documents are added, never overwritten: running again computes what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock
+
+from sparsity_lab.metrics import METRICS
+
+SCHEMA = 1
+KEYS = ["cell_id", "document", "layer", "bucket"]
+TALLY_COLUMNS = {
+    "cell_id": pa.string(),  # see cells.cell_id
+    "document": pa.string(),  # Document.id, a hash of its tokens
+    "document_index": pa.int64(),  # place of the document in its source
+    "layer": pa.int32(),
+    "bucket": pa.int64(),  # rows with bucket <= s < 2 * bucket (row 0 is in bucket 1)
+    "rows": pa.int64(),  # (row, group) pairs that count in averages: more visible than k
+    "saturated": pa.int64(),  # pairs with 0 < visible <= k: everything is selected, left out of averages
+    "empty": pa.int64(),  # pairs with nothing visible
+    **{f"{name}_sum": pa.float64() for name in METRICS},  # sum over the pairs where the metric is defined
+    **{f"{name}_n": pa.int64() for name in METRICS},  # how many those are
+}
+TALLY_SCHEMA = pa.schema(TALLY_COLUMNS.items())
+
+
+class ResultsError(ValueError):
+    """A results folder that cannot be read or does not hold what was asked for."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Write through a temporary file in the same folder, fsync, rename: the file is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomically` for text."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def tally_frame(columns: Mapping[str, Any]) -> pd.DataFrame:
+    """Columns of a tally as a frame in the documented column order and types."""
+    return pa.table({name: columns[name] for name in TALLY_COLUMNS}, schema=TALLY_SCHEMA).to_pandas()
+
+
+def read_tallies(path: Path) -> pd.DataFrame:
+    """Read one parquet file of tallies.
+
+    Raises:
+        ResultsError: damaged, or another program's or version's file; the message names the file.
+    """
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ResultsError(f"{path}: damaged or not a parquet file ({str(error).splitlines()[0]})") from error
+    if not table.schema.equals(TALLY_SCHEMA):
+        missing = sorted(set(TALLY_SCHEMA.names) ^ set(table.schema.names))
+        raise ResultsError(f"{path}: not tallies of this version (columns that differ: {missing or 'their types'})")
+    return table.to_pandas()
+
+
+def write_tallies(path: Path, frame: pd.DataFrame) -> None:
+    """Write tallies in a fixed order, so equal tallies are equal bytes."""
+    ordered = frame.sort_values(KEYS, ignore_index=True)
+    table = pa.Table.from_pandas(ordered, schema=TALLY_SCHEMA, preserve_index=False).replace_schema_metadata(None)
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+
+
+class Results:
+    """Tallies with the description of their cells."""
+
+    def __init__(
+        self, tallies: pd.DataFrame, cells: Mapping[str, Mapping[str, Any]], manifest: Mapping[str, Any]
+    ) -> None:
+        self.tallies = tallies
+        self.cells = {key: dict(value) for key, value in cells.items()}
+        self.manifest = dict(manifest)
+
+    def cell_frame(self) -> pd.DataFrame:
+        """One row a cell: its id and every field of its scorer, selection, model and data."""
+        return pd.DataFrame([{"cell_id": key, **value} for key, value in self.cells.items()])
+
+    def per_document(self, by: Sequence[str] = ("layer",)) -> pd.DataFrame:
+        """Average of every metric within each document over its rows, per cell and `by` (layer, bucket)."""
+        keys = ["cell_id", *by, "document"]
+        sums = self.tallies.groupby(keys, sort=True).sum(numeric_only=True)
+        out = sums[["rows", "saturated", "empty"]].copy()
+        for name in METRICS:
+            out[name] = sums[f"{name}_sum"] / sums[f"{name}_n"].where(sums[f"{name}_n"] > 0)
+        return out.reset_index()
+
+    def frame(self, by: Sequence[str] = ("layer",), *, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
+        """Tidy table: a row per cell and `by`, each metric as its mean over documents, `<metric>_low` and
+        `<metric>_high` (95 % bootstrap interval over documents; NaN with a single document), the cell's fields, and
+        rows / saturated / empty / documents.
+
+        by=("layer",) or ("layer", "bucket") or (): with no layer, layers are averaged within each document first.
+        """
+        per_document = self.per_document([*dict.fromkeys([*by, "layer"])] if "layer" not in by else by)
+        if "layer" not in by:
+            counted = per_document.groupby(["cell_id", *by, "document"], sort=True)
+            means = counted[list(METRICS)].mean()
+            per_document = means.join(counted[["rows", "saturated", "empty"]].sum()).reset_index()
+        rows = [
+            {**dict(zip(["cell_id", *by], key, strict=True)), **_averages(group, resamples, seed)}
+            for key, group in per_document.groupby(["cell_id", *by], sort=True)
+        ]
+        return self.cell_frame().merge(pd.DataFrame(rows), on="cell_id") if rows else pd.DataFrame()
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write (or extend) a results folder."""
+        store = Store(Path(folder), self.manifest)
+        store.register(self.cells)
+        store.add(self.tallies)
+        store.finish()
+        return store.folder
+
+
+def _averages(group: pd.DataFrame, resamples: int, seed: int) -> dict[str, Any]:
+    values = group[list(METRICS)].to_numpy(dtype=float)
+    out: dict[str, Any] = {name: int(group[name].sum()) for name in ("rows", "saturated", "empty")}
+    out["documents"] = len(values)
+    low, high = bootstrap_interval(values, resamples, seed)
+    with np.errstate(invalid="ignore"):
+        defined = np.isfinite(values).sum(0)
+        mean = np.where(defined > 0, np.nansum(values, axis=0) / np.maximum(defined, 1), np.nan)
+    for i, name in enumerate(METRICS):
+        out |= {name: mean[i], f"{name}_low": low[i], f"{name}_high": high[i]}
+    return out
+
+
+def bootstrap_interval(values: np.ndarray, resamples: int = 1000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile interval of the mean over documents. values [documents, metrics] -> two [metrics].
+
+    Documents are resampled, not rows: rows of one document are not independent. With one document there is no interval
+    (NaN). Undefined (NaN) values are left out of each mean.
+    """
+    documents = len(values)
+    if documents < 2:
+        nothing = np.full(values.shape[1], np.nan)
+        return nothing, nothing.copy()
+    picks = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
+    counts = np.zeros((resamples, documents))
+    np.add.at(counts, (np.arange(resamples)[:, None], picks), 1)
+    defined = np.isfinite(values)
+    weight = counts @ defined
+    means = counts @ np.where(defined, values, 0.0) / np.where(weight > 0, weight, np.nan)
+    low, high = np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
+    some = np.isfinite(means).any(0)
+    low[some], high[some] = np.nanpercentile(means[:, some], [2.5, 97.5], axis=0)
+    return low, high
+
+
+class Store:
+    """A results folder being filled. Every write is atomic; several processes may fill one folder."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = dict(manifest)
+        self.lock = FileLock(str(folder / ".lock"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.damaged: list[str] = []
+
+    def register(self, cells: Mapping[str, Mapping[str, Any]], failed: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write the manifest with these cells added to those it has, and set the status to running."""
+        with self.lock:
+            old = read_manifest(self.folder) if (self.folder / "manifest.json").exists() else {}
+            merged = {**old, **self.manifest, "schema": SCHEMA}
+            merged["cells"] = dict(sorted({**old.get("cells", {}), **cells}.items()))
+            merged["failed_cells"] = list({json.dumps(f, sort_keys=True): dict(f) for f in failed}.values())
+            write_text(self.folder / "manifest.json", json.dumps(merged, indent=1, sort_keys=True) + "\n")
+            self.set_status("running")
+
+    def set_status(self, status: str) -> None:
+        """running, complete, or failed: reason."""
+        write_text(self.folder / "status", status + "\n")
+
+    def tallies(self) -> pd.DataFrame:
+        """Everything measured so far. A damaged file is set aside, named in `damaged`, and so computed again."""
+        frames = []
+        for path in [self.folder / "tallies.parquet", *sorted((self.folder / "parts").glob("*.parquet"))]:
+            if not path.exists():
+                continue
+            try:
+                frames.append(read_tallies(path))
+            except ResultsError as error:
+                self.damaged.append(str(error))
+                path.replace(path.with_suffix(".damaged"))
+        return merge(frames)
+
+    def done(self) -> set[tuple[str, str]]:
+        """(cell id, document id) pairs that need no computing."""
+        tallies = self.tallies()
+        return set(zip(tallies["cell_id"], tallies["document"], strict=True))
+
+    def add(self, tallies: pd.DataFrame) -> None:
+        """Add one or more documents' tallies as a part of their own."""
+        if tallies.empty:
+            return
+        name = f"{tallies['document'].iloc[0]}-{os.getpid()}-{os.urandom(4).hex()}.parquet"
+        write_tallies(self.folder / "parts" / name, tallies)
+
+    def finish(self, status: str = "complete") -> Results:
+        """Fold the parts into tallies.parquet, write summary.csv and the status."""
+        with self.lock:
+            parts = sorted((self.folder / "parts").glob("*.parquet"))
+            tallies = self.tallies()
+            write_tallies(self.folder / "tallies.parquet", tallies)
+            for part in parts:
+                part.unlink(missing_ok=True)
+            results = load(self.folder)
+            table = results.frame()
+            write_atomically(self.folder / "summary.csv", lambda t: table.to_csv(t, index=False, float_format="%.6g"))
+            self.set_status(status)
+        return results
+
+
+def merge(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Concatenate tallies; a (cell, document, layer, bucket) measured twice counts once."""
+    frames = [f for f in frames if not f.empty]
+    if not frames:
+        return TALLY_SCHEMA.empty_table().to_pandas()
+    return pd.concat(frames, ignore_index=True).drop_duplicates(KEYS, ignore_index=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a results folder.
+
+    Raises:
+        ResultsError: no such folder, no manifest, damaged, or another schema version.
+    """
+    path = Path(folder) / "manifest.json"
+    if not path.exists():
+        raise ResultsError(f"{folder}: no results here (no manifest.json)")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ResultsError(f"{path}: damaged ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else None
+        raise ResultsError(f"{path}: schema={found}: this version reads schema {SCHEMA}")
+    return manifest
+
+
+def load(folder: str | os.PathLike[str]) -> Results:
+    """Read a results folder.
+
+    Raises:
+        ResultsError: nothing there, nothing measured yet, damaged or foreign files.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    paths = [p for p in [folder / "tallies.parquet", *sorted((folder / "parts").glob("*.parquet"))] if p.exists()]
+    tallies = merge(read_tallies(path) for path in paths)
+    if tallies.empty:
+        status = (folder / "status").read_text().strip() if (folder / "status").exists() else "unknown"
+        raise ResultsError(f"{folder}: nothing measured yet (status: {status})")
+    known = set(tallies["cell_id"])
+    cells = {key: value for key, value in manifest["cells"].items() if key in known}
+    lost = known - set(cells)
+    if lost:
+        raise ResultsError(f"{folder}: tallies of {len(lost)} cells that manifest.json does not describe")
+    return Results(tallies, cells, manifest)
