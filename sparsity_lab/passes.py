@@ -25,7 +25,8 @@ from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank
 # Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
 # bits whatever the order of rows, documents and shards.
 VALUE_UNIT = 2.0**-36
-CHECK_SLACK = 1e-6  # positions are ranked by float32 masses, which may tie where the exact ones differ
+# float32: a softmax row sums to 1 only within about 1e-6, and positions it ranks equal may differ in exact mass
+CHECK_SLACK = 1e-5
 
 
 class Variant(NamedTuple):

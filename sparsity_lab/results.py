@@ -49,7 +49,7 @@ class ResultsError(ValueError):
     """A results folder that cannot be read or does not hold what was asked for."""
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Write through a temporary file in the same folder, fsync, rename: the file is whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -26,8 +26,8 @@ _HANDLER = "_sparsity_lab_handler"
 class HFModel:
     """A `transformers` causal LM that can be observed. Implements `ObservableModel`."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, *, name: str, fingerprint: str) -> None:
-        self.model: Any = model.eval()
+    def __init__(self, model: Any, tokenizer: Any = None, *, name: str, fingerprint: str) -> None:
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
         self.fingerprint = fingerprint
@@ -145,7 +145,8 @@ def _register(base: str | None) -> str:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        # every family keeps its own eager function in its modelling file; the other implementations are registered
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         original = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
         output, weights = original(module, query, key, value, attention_mask, **kwargs)
         handle = getattr(module, _HANDLER, None)
@@ -191,7 +192,7 @@ def load(
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
