@@ -99,7 +99,7 @@ class Plan:
         for cell in with_envelope(cells, ENVELOPE) if envelope else cells:
             self._admit(cell, model)
         described = {"model": model.name, "data": source["name"], "length": length}
-        described |= {key: self.context[key] for key in ("dtype", "device", "rows", "seed")}
+        described |= {key: self.context[key] for key in ("dtype", "device", "seed")} | {"sampled_rows": rows}
         self.descriptions = {
             key: {**cell.fields(), **described, "scorer_options": self.scorers[cell.scorer].describe()}
             for key, cell in self.cells.items()

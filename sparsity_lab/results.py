@@ -30,6 +30,17 @@ from sparsity_lab.metrics import METRICS
 
 SCHEMA = 1
 KEYS = ["cell_id", "document", "layer", "bucket"]
+ORDER = (
+    "model",
+    "data",
+    "scorer",
+    "share",
+    "compress_ratio",
+    "candidate_source_layer",
+    "candidate_block_size",
+    "candidate_topk_blocks",
+    "topk",
+)
 TALLY_COLUMNS = {
     "cell_id": pa.string(),  # see cells.cell_id
     "document": pa.string(),  # Document.id, a hash of its tokens
@@ -129,16 +140,24 @@ class Results:
 
         by=("layer",) or ("layer", "bucket") or (): with no layer, layers are averaged within each document first.
         """
-        per_document = self.per_document([*dict.fromkeys([*by, "layer"])] if "layer" not in by else by)
+        keys = ["cell_id", *by]
+        per_document = self.per_document(by if "layer" in by else [*by, "layer"])
         if "layer" not in by:
-            counted = per_document.groupby(["cell_id", *by, "document"], sort=True)
-            means = counted[list(METRICS)].mean()
-            per_document = means.join(counted[["rows", "saturated", "empty"]].sum()).reset_index()
-        rows = [
-            {**dict(zip(["cell_id", *by], key, strict=True)), **_averages(group, resamples, seed)}
-            for key, group in per_document.groupby(["cell_id", *by], sort=True)
-        ]
-        return self.cell_frame().merge(pd.DataFrame(rows), on="cell_id") if rows else pd.DataFrame()
+            within = per_document.groupby([*keys, "document"], sort=True)
+            counts = within[["rows", "saturated", "empty"]].sum()
+            per_document = within[list(METRICS)].mean().join(counts).reset_index()
+        if per_document.empty:
+            return pd.DataFrame()
+        wide = per_document.pivot(index=keys, columns="document", values=list(METRICS))
+        values = wide.to_numpy(dtype=float).reshape(len(wide), len(METRICS), -1)
+        low, high = bootstrap_interval(values, resamples, seed)
+        out = per_document.groupby(keys, sort=True)[["rows", "saturated", "empty"]].sum()
+        out["documents"] = per_document.groupby(keys, sort=True).size()
+        for i, name in enumerate(METRICS):
+            out[name] = mean_of_defined(values[:, i])
+            out[f"{name}_low"], out[f"{name}_high"] = low[:, i], high[:, i]
+        table = self.cell_frame().merge(out.reset_index(), on="cell_id")
+        return table.sort_values([c for c in (*ORDER, *by) if c in table], ignore_index=True)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write (or extend) a results folder."""
@@ -149,39 +168,34 @@ class Results:
         return store.folder
 
 
-def _averages(group: pd.DataFrame, resamples: int, seed: int) -> dict[str, Any]:
-    values = group[list(METRICS)].to_numpy(dtype=float)
-    out: dict[str, Any] = {name: int(group[name].sum()) for name in ("rows", "saturated", "empty")}
-    out["documents"] = len(values)
-    low, high = bootstrap_interval(values, resamples, seed)
-    with np.errstate(invalid="ignore"):
-        defined = np.isfinite(values).sum(0)
-        mean = np.where(defined > 0, np.nansum(values, axis=0) / np.maximum(defined, 1), np.nan)
-    for i, name in enumerate(METRICS):
-        out |= {name: mean[i], f"{name}_low": low[i], f"{name}_high": high[i]}
-    return out
+def mean_of_defined(values: np.ndarray) -> np.ndarray:
+    """Mean over the last axis, leaving NaN out; NaN where nothing is defined."""
+    defined = np.isfinite(values)
+    total = np.where(defined, values, 0.0).sum(-1)
+    return np.divide(total, defined.sum(-1), out=np.full(total.shape, np.nan), where=defined.any(-1))
 
 
 def bootstrap_interval(values: np.ndarray, resamples: int = 1000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """95 % percentile interval of the mean over documents. values [documents, metrics] -> two [metrics].
+    """95 % percentile interval of the mean over documents, [..., documents] -> low and high [...].
 
-    Documents are resampled, not rows: rows of one document are not independent. With one document there is no interval
-    (NaN). Undefined (NaN) values are left out of each mean.
+    Documents are resampled, not rows: rows of one document are not independent. NaN (undefined) values are left out of
+    each mean; where fewer than two documents are defined there is no interval (NaN).
     """
-    documents = len(values)
-    if documents < 2:
-        nothing = np.full(values.shape[1], np.nan)
-        return nothing, nothing.copy()
+    flat = values.reshape(-1, values.shape[-1])
+    documents = flat.shape[1]
     picks = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
-    counts = np.zeros((resamples, documents))
-    np.add.at(counts, (np.arange(resamples)[:, None], picks), 1)
-    defined = np.isfinite(values)
-    weight = counts @ defined
-    means = counts @ np.where(defined, values, 0.0) / np.where(weight > 0, weight, np.nan)
-    low, high = np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
-    some = np.isfinite(means).any(0)
-    low[some], high[some] = np.nanpercentile(means[:, some], [2.5, 97.5], axis=0)
-    return low, high
+    times = np.stack([np.bincount(row, minlength=documents) for row in picks]).astype(float)
+    low, high = np.full(len(flat), np.nan), np.full(len(flat), np.nan)
+    some = np.flatnonzero(np.isfinite(flat).sum(1) >= 2)
+    for part in np.array_split(some, max(1, len(some) // 2000)):  # bounds memory at resamples x 2000
+        defined = np.isfinite(flat[part])
+        weight = defined @ times.T
+        sums = np.where(defined, flat[part], 0.0) @ times.T
+        means = np.divide(sums, weight, out=np.full(sums.shape, np.nan), where=weight > 0)
+        if len(part):
+            percentile = np.nanpercentile if np.isnan(means).any() else np.percentile  # the former is far slower
+            low[part], high[part] = percentile(means, [2.5, 97.5], axis=1)
+    return low.reshape(values.shape[:-1]), high.reshape(values.shape[:-1])
 
 
 class Store:
