@@ -43,9 +43,13 @@ class ObservableModel(Protocol):
     num_kv_heads: int
     hidden_size: int
     max_length: int | None
-    device: torch.device
-    dtype: torch.dtype
     tokenizer: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def windows(self) -> dict[int, int | None]:
         """Layer -> sliding window (None = full causal), only for layers that have softmax attention."""

@@ -26,19 +26,21 @@ MASS_UNIT = 2.0**-48
 def attention_probabilities(acts: LayerActivations, rows: Tensor) -> Tensor:
     """The model's own softmax for some rows of a one-document batch, float32 [h, R, t].
 
-    GQA, scale, soft-cap, sliding window and sink (in the denominator only) as in the layer. `rows` are indices along
-    the s axis.
+    softmax(softcap(q k^T scale) + causal and window mask), in float32 whatever the layer's dtype; a sink adds to the
+    denominator only, so rows then sum to less than 1. `rows` int64 [R] are indices along the s axis.
+
+    Raises:
+        ValueError: more than one document, or query heads that are no multiple of the key heads.
     """
+    if acts.q.shape[0] != 1:
+        raise ValueError(f"layer {acts.layer}: a batch of {acts.q.shape[0]}, must be one document")
     q, k = acts.q[0][:, rows].float(), acts.k[0].float()
-    heads, kv_heads = q.shape[0], k.shape[0]
-    if heads % kv_heads:
-        raise ValueError(f"layer {acts.layer}: {heads} query heads are no multiple of {kv_heads} key heads")
+    heads, (kv_heads, t, _) = q.shape[0], k.shape
     # query heads i*r .. i*r+r-1 read key head i, as in every published GQA model
-    logits = torch.matmul(q.unflatten(0, (kv_heads, -1)).flatten(1, 2) * acts.scale, k.transpose(1, 2))
-    logits = logits.view(heads, rows.numel(), -1)
+    grouped = per_group(q, "kv_head", kv_heads).flatten(1, 2) * acts.scale
+    logits = torch.matmul(grouped, k.transpose(1, 2)).view(heads, rows.numel(), t)
     if acts.softcap is not None:
-        logits = torch.tanh(logits / acts.softcap) * acts.softcap
-    t = k.shape[1]
+        logits = logits.div_(acts.softcap).tanh_().mul_(acts.softcap)
     query = (rows + (t - acts.q.shape[2])).unsqueeze(-1)
     token = torch.arange(t, device=q.device)
     hidden = token > query
@@ -66,10 +68,17 @@ def exact(mass: Tensor) -> Tensor:
 
 
 def per_group(per_head: Tensor, share: str, kv_heads: int) -> Tensor:
-    """View [h, ...] as [g, heads of the group, ...]."""
+    """View [h, ...] as [g, heads of the group, ...].
+
+    Raises:
+        ValueError: an unknown share, or heads that do not divide among the key heads.
+    """
     if share not in SHARES:
         raise ValueError(f"share={share!r}: must be one of {', '.join(SHARES)}")
-    return per_head.unflatten(0, (1 if share == "layer" else kv_heads, -1))
+    heads, groups = per_head.shape[0], 1 if share == "layer" else kv_heads
+    if heads % groups:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key heads")
+    return per_head.view(groups, heads // groups, *per_head.shape[1:])
 
 
 @dataclass
@@ -113,7 +122,6 @@ class RowTile:
 
     def token_mass(self, share: str) -> Tensor:
         """M per token, exact multiples of MASS_UNIT in float64, [g, R, t]."""
-
         return self.keep(("token_mass", share), lambda: exact(self.mean_mass(share)))
 
     def mass(self, share: str, ratio: int) -> Tensor:
@@ -131,9 +139,19 @@ class RowTile:
 
 
 def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, seed: int) -> Iterator[RowTile]:
-    """Cut `rows` in tiles of at most `tile` rows and compute the dense probabilities of each."""
+    """Deal `rows` [n] out to tiles of at most `tile` rows and compute the dense probabilities of each.
+
+    Every tile spreads over all of `rows`, so a check of one tile has seen every depth of the document: a chunked mask,
+    say, shows only beyond the first chunk.
+
+    Raises:
+        ValueError: tile below 1.
+    """
+    if tile < 1:
+        raise ValueError(f"measure.row_tile={tile}: must be at least 1")
     layer_cache: dict[Any, Any] = {}
-    for part in rows.split(tile):
+    tiles = -(-rows.numel() // tile)
+    for part in (rows[i::tiles] for i in range(tiles)):
         yield RowTile(acts, part, document, seed, attention_probabilities(acts, part), layer_cache)
 
 

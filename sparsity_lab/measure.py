@@ -234,6 +234,6 @@ def measure(
         else:
             frames.append(frame)
     if store is not None:
-        return store.finish()
+        return store.finish().only(plan.cells, [d.id for d in documents])
     tallies = pd.concat(frames, ignore_index=True)
     return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__})

@@ -82,6 +82,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """`write_atomically` for a CSV table, six significant digits."""
+    write_atomically(path, lambda temporary: table.to_csv(temporary, index=False, float_format="%.6g"))
+
+
 def tally_frame(columns: Mapping[str, Any]) -> pd.DataFrame:
     """Columns of a tally as a frame in the documented column order and types."""
     return pa.table({name: columns[name] for name in TALLY_COLUMNS}, schema=TALLY_SCHEMA).to_pandas()
@@ -122,7 +127,17 @@ class Results:
 
     def cell_frame(self) -> pd.DataFrame:
         """One row a cell: its id and every field of its scorer, selection, model and data."""
-        return pd.DataFrame([{"cell_id": key, **value} for key, value in self.cells.items()])
+        frame = pd.DataFrame([{"cell_id": key, **value} for key, value in self.cells.items()])
+        pool = [name for name in frame.columns if str(name).startswith("candidate_")]
+        return frame.astype(dict.fromkeys(pool, "Int64"))
+
+    def only(self, cells: Iterable[str], documents: Iterable[str] | None = None) -> Results:
+        """Just these cells (ids) and, if given, these documents (ids)."""
+        kept = {key: self.cells[key] for key in cells if key in self.cells}
+        rows = self.tallies["cell_id"].isin(set(kept))
+        if documents is not None:
+            rows &= self.tallies["document"].isin(set(documents))
+        return Results(self.tallies[rows].reset_index(drop=True), kept, self.manifest)
 
     def per_document(self, by: Sequence[str] = ("layer",)) -> pd.DataFrame:
         """Average of every metric within each document over its rows, per cell and `by` (layer, bucket)."""
@@ -256,8 +271,7 @@ class Store:
             for part in parts:
                 part.unlink(missing_ok=True)
             results = load(self.folder)
-            table = results.frame()
-            write_atomically(self.folder / "summary.csv", lambda t: table.to_csv(t, index=False, float_format="%.6g"))
+            write_table(results.frame(), self.folder / "summary.csv")
             self.set_status(status)
         return results
 
@@ -308,3 +322,27 @@ def load(folder: str | os.PathLike[str]) -> Results:
     if lost:
         raise ResultsError(f"{folder}: tallies of {len(lost)} cells that manifest.json does not describe")
     return Results(tallies, cells, manifest)
+
+
+def merge_results(parts: Sequence[Results]) -> Results:
+    """Several results as one; what was measured twice counts once.
+
+    Raises:
+        ResultsError: nothing to merge.
+    """
+    if not parts:
+        raise ResultsError("no results to merge")
+    cells = {key: about for part in parts for key, about in part.cells.items()}
+    return Results(merge(part.tallies for part in parts), cells, parts[0].manifest)
+
+
+def collect(path: str | os.PathLike[str]) -> Results:
+    """Merge every results folder at or below `path`, for example the shards of a run.
+
+    Raises:
+        ResultsError: none there, or one that cannot be read.
+    """
+    folders = sorted(manifest.parent for manifest in Path(path).rglob("manifest.json"))
+    if not folders:
+        raise ResultsError(f"{path}: no results here or below (no manifest.json)")
+    return merge_results([load(folder) for folder in folders])

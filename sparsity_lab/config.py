@@ -1,0 +1,222 @@
+"""The configuration schema, and the way from a composed configuration to a `Job`. The only Hydra-aware module beside
+the launcher: everything else takes explicit values.
+
+Schemas live in Hydra's ConfigStore, values and comments in conf/. Fields typed Any accept one value or a list: a list
+makes one job a grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from sparsity_lab.cells import Cell, expand
+from sparsity_lab.lightning import IndexerConfig
+
+
+@dataclass
+class SmolLM2Model:
+    name: str = MISSING
+    dtype: str = MISSING
+    device: str = MISSING
+    attn_implementation: str | None = None
+
+
+@dataclass
+class HFModelConfig(SmolLM2Model):
+    path: str = MISSING
+    gguf_file: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class ShippedText:
+    name: str = MISSING
+    num_documents: int = MISSING
+    length: int = MISSING
+    seed: int = MISSING
+    skip: int = 0
+    shard: int = 0
+    num_shards: int = 1
+
+
+@dataclass
+class FileText(ShippedText):
+    path: str = MISSING
+
+
+@dataclass
+class JsonlText(FileText):
+    field: str = MISSING
+
+
+@dataclass
+class Baseline:
+    name: str = MISSING
+
+
+@dataclass
+class KeyBaseline(Baseline):
+    head_reduction: str = MISSING
+
+
+@dataclass
+class LightningScorer(Baseline):
+    weights: str | None = None
+    seed: int = 0
+    index_n_heads: int = MISSING
+    index_head_dim: int = MISSING
+    rope_head_dim: int = MISSING
+    head_dim: int = MISSING
+    q_lora_rank: int | None = None
+    rope_theta: float = MISSING
+    rope_layout: str = MISSING
+    rope_place: str = MISSING
+    relu: bool = MISSING
+    hadamard: bool = MISSING
+    quant: str = MISSING
+    key_norm: str = MISSING
+    norm_eps: float = MISSING
+
+
+@dataclass
+class CandidateConfig:
+    source_layer: Any = None
+    topk_blocks: Any = None
+    block_size: Any = None
+
+
+@dataclass
+class SelectionConfig:
+    compress_ratio: Any = MISSING
+    topk: Any = MISSING
+    window: Any = MISSING
+    share: Any = MISSING
+    exclude_window: Any = MISSING
+    sinks: Any = MISSING
+    candidate: CandidateConfig = field(default_factory=CandidateConfig)
+    zipped: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class MeasureConfig:
+    rows: int | None = MISSING
+    detail_rows: int = MISSING
+    seed: int = MISSING
+    layers: list[int] | None = MISSING
+    envelope: bool = MISSING
+    checks: bool = MISSING
+    row_tile: int | None = MISSING
+
+
+@dataclass
+class RecallConfig:
+    model: Any = MISSING
+    data: Any = MISSING
+    scorer: Any = MISSING
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    results_dir: str = MISSING
+    experiment_name: str = MISSING
+    name: str = MISSING
+    objective: str = MISSING
+
+
+def register() -> None:
+    """Put the schemas into Hydra's ConfigStore; every option in conf/ names its own in its defaults list."""
+    OmegaConf.register_new_resolver("basename", lambda path: Path(path).stem, replace=True)
+    store = ConfigStore.instance()
+    store.store(name="recall_schema", node=RecallConfig)
+    groups: dict[str, dict[str, type]] = {
+        "model": {"smollm2_schema": SmolLM2Model, "hf_schema": HFModelConfig},
+        "data": {"shipped_schema": ShippedText, "file_schema": FileText, "jsonl_schema": JsonlText},
+        "scorer": {
+            "baseline_schema": Baseline,
+            "key_baseline_schema": KeyBaseline,
+            "lightning_schema": LightningScorer,
+        },
+        "selection": {"selection_schema": SelectionConfig},
+        "measure": {"measure_schema": MeasureConfig},
+    }
+    for group, schemas in groups.items():
+        for name, node in schemas.items():
+            store.store(group=group, name=name, node=node)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One resolved configuration as plain values."""
+
+    config: dict[str, Any]  # the whole resolved configuration
+    model: dict[str, Any]
+    data: dict[str, Any]
+    scorer: dict[str, Any]
+    scorer_label: str
+    measure: dict[str, Any]
+    cells: tuple[Cell, ...]
+    failed: tuple[dict[str, Any], ...]
+    folder: Path
+    objective: str
+
+    @property
+    def pass_key(self) -> str:
+        """Jobs with the same key share one pass: same model, data, rows and results folder."""
+        return json.dumps([self.model, self.data, self.measure, str(self.folder)], sort_keys=True)
+
+
+def read_job(config: DictConfig) -> Job:
+    """Check a composed configuration and turn it into a `Job`.
+
+    Raises:
+        ValueError: missing mandatory values (named), or no valid cell at all.
+    """
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: mandatory, but no value given")
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    selection = dict(plain["selection"])
+    pool = selection.pop("candidate")
+    if any(value is not None for value in pool.values()):
+        selection["candidate"] = _pools(pool)
+    label = scorer_label(plain["scorer"])
+    cells, failed = expand(label, **selection)
+    if not cells:
+        raise ValueError(failed[0]["reason"])
+    return Job(
+        config=plain,
+        model=plain["model"],
+        data=plain["data"],
+        scorer=plain["scorer"],
+        scorer_label=label,
+        measure=plain["measure"],
+        cells=tuple(cells),
+        failed=tuple(failed),
+        folder=Path(plain["results_dir"]) / plain["experiment_name"] / plain["name"],
+        objective=plain["objective"],
+    )
+
+
+def _pools(pool: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """A `source_layer` of null (alone or in a list) means single-level; the other fields then do not matter."""
+    sources = pool["source_layer"] if isinstance(pool["source_layer"], list) else [pool["source_layer"]]
+    for key, value in pool.items():
+        if value is None and (key != "source_layer" or sources == [None]):
+            given = {k: v for k, v in pool.items() if v is not None}
+            raise ValueError(f"selection.candidate.{key}: needed for a two-level selection, given {given}")
+    single: list[dict[str, Any] | None] = [None] if None in sources else []
+    return [*single, {**pool, "source_layer": [s for s in sources if s is not None]}]
+
+
+def scorer_label(scorer: dict[str, Any]) -> str:
+    """Name of a scorer in results: its own, and in brackets the options that are not the defaults."""
+    defaults: dict[str, Any] = {"head_reduction": "softmax", "weights": None, "seed": 0}
+    defaults |= dataclasses.asdict(IndexerConfig())
+    changed = [f"{k}={v}" for k, v in scorer.items() if k != "name" and v != defaults.get(k)]
+    return scorer["name"] + (f"[{', '.join(changed)}]" if changed else "")

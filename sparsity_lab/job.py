@@ -1,0 +1,222 @@
+"""From jobs to results. One `Workspace` serves any number of jobs: those that share a pass are measured in one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from sparsity_lab import __version__
+from sparsity_lab.activations import ObservableModel
+from sparsity_lab.cells import with_envelope
+from sparsity_lab.config import Job, read_job
+from sparsity_lab.documents import Documents
+from sparsity_lab.measure import ENVELOPE, measure
+from sparsity_lab.metrics import METRICS
+from sparsity_lab.results import Results, Store, write_table, write_text
+from sparsity_lab.scorers import BASELINES, Scorer
+
+log = logging.getLogger("sparsity_lab")
+ProgressFactory = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
+_current: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
+
+
+@contextlib.contextmanager
+def _silent(label: str) -> Iterator[Callable[[int, int], None]]:
+    yield lambda done, total: None
+
+
+class Workspace:
+    """Loaded models, cut documents and measured passes of this process, each made once."""
+
+    def __init__(self, progress: ProgressFactory = _silent) -> None:
+        self.progress = progress
+        self._models: dict[str, ObservableModel] = {}
+        self._documents: dict[str, Documents] = {}
+        self._passes: dict[str, Results | Exception] = {}
+
+    @classmethod
+    def current(cls, progress: ProgressFactory = _silent) -> Workspace:
+        """The workspace that the fused launcher opened around its jobs, or a new one."""
+        return _current.get() or cls(progress)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Workspace]:
+        """Make this the current workspace."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def model(self, settings: Mapping[str, Any]) -> ObservableModel:
+        """Load (once) the model of a job."""
+        from sparsity_lab.models import load_model
+
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._models:
+            options = dict(settings)
+            name = options.pop("name")
+            path = options.pop("path", name)
+            log.info("loading model %s", name)
+            more = {} if path == name else {"name": name}
+            self._models[key] = load_model(path, **options, **more) if more else load_model(name, **options)
+        return self._models[key]
+
+    def documents(self, settings: Mapping[str, Any], model: ObservableModel, model_key: str) -> Documents:
+        """Cut (once) the documents of a job with the model's tokenizer."""
+        from sparsity_lab import data
+
+        key = json.dumps([dict(settings), model_key], sort_keys=True)
+        if key not in self._documents:
+            options = dict(settings)
+            self._documents[key] = data.load(options.pop("name"), model.tokenizer, **options)
+        return self._documents[key]
+
+    def measure(self, jobs: Sequence[Job]) -> None:
+        """Measure the cells of jobs that share one pass, with one forward a document. What fails is kept for `results`,
+        which raises it for every job of the pass."""
+        key = jobs[0].pass_key
+        try:
+            self._passes[key] = self._measure(jobs)
+        except Exception as error:
+            self._passes[key] = error
+
+    def _measure(self, jobs: Sequence[Job]) -> Results:
+        first = jobs[0]
+        model = self.model(first.model)
+        documents = self.documents(first.data, model, json.dumps(first.model, sort_keys=True))
+        scorers = {job.scorer_label: build_scorer(job.scorer, model) for job in jobs}
+        cells = list(dict.fromkeys(cell for job in jobs for cell in job.cells))
+        failed = [cell for job in jobs for cell in job.failed]
+        store = Store(first.folder, provenance(first, model, documents))
+        options = dict(first.measure)
+        with self.progress(f"{model.name}, {len(documents)} documents") as progress:
+            return measure(
+                model, documents, cells, scorers=scorers, store=store, failed=failed, progress=progress,
+                say=log.warning, **options,
+            )  # fmt: skip
+
+    def results(self, job: Job) -> Results:
+        """The job's own cells (and their envelope), measured now unless they were before.
+
+        Raises:
+            what the pass raised; ValueError with the reason when no cell of the job could be measured.
+        """
+        if job.pass_key not in self._passes:
+            self.measure([job])
+        found = self._passes[job.pass_key]
+        if isinstance(found, Exception):
+            raise found
+        cells = set(with_envelope(job.cells, ENVELOPE) if job.measure["envelope"] else job.cells)
+        mine = {json.dumps(cell.fields(), sort_keys=True) for cell in cells}
+        names = next(iter(cells)).fields()
+
+        def own(about: Mapping[str, Any]) -> bool:
+            return json.dumps({name: about[name] for name in names}, sort_keys=True) in mine
+
+        results = found.only(key for key, about in found.cells.items() if own(about))
+        if not any(about["scorer"] == job.scorer_label for about in results.cells.values()):
+            raise ValueError(self._reason(job))
+        return results
+
+    def _reason(self, job: Job) -> str:
+        """Why no cell of the job could be measured."""
+        from sparsity_lab.cells import check_cell
+
+        model = self.model(job.model)
+        layers = job.measure["layers"] or sorted(model.windows())
+        for cell in job.cells:
+            try:
+                check_cell(cell, length=job.data["length"], num_layers=model.num_layers, layers=layers)
+            except ValueError as error:
+                return str(error)
+        return "no cell of this job could be measured"
+
+
+def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silent) -> tuple[Job, Results]:
+    """Run one Hydra job: measure (or take from the pass that served it), and leave `summary.csv` and `status` in
+    `folder`. What goes wrong is logged there too, then raised."""
+    try:
+        job = read_job(config)
+        results = Workspace.current(progress).results(job)
+        write_table(results.frame(), folder / "summary.csv")
+    except Exception as error:
+        log.error("%s", error)
+        write_text(folder / "status", f"failed: {error}\n")
+        raise
+    write_text(folder / "status", "complete\n")
+    return job, results
+
+
+def objective(results: Results, job: Job) -> float:
+    """The metric `objective` averaged over the job's own cells (not their envelope) and layers, for sweepers."""
+    table = results.frame((), resamples=1)
+    if job.objective not in METRICS:
+        raise ValueError(f"objective={job.objective}: must be one of {', '.join(METRICS)}")
+    return float(table.loc[table["scorer"] == job.scorer_label, job.objective].mean())
+
+
+def build_scorer(settings: Mapping[str, Any], model: ObservableModel) -> Scorer:
+    """The scorer a configuration names.
+
+    Raises:
+        ValueError: unknown name or options.
+    """
+    options = dict(settings)
+    name = options.pop("name")
+    if name in BASELINES:
+        return BASELINES[name](**options)
+    if name == "lightning":
+        from sparsity_lab.lightning import IndexerConfig, Lightning
+
+        weights, seed = options.pop("weights"), options.pop("seed")
+        return Lightning(model, IndexerConfig(**options), weights=weights, seed=seed)
+    raise ValueError(f"scorer.name={name!r}: must be one of {', '.join([*BASELINES, 'lightning'])}")
+
+
+def provenance(job: Job, model: ObservableModel, documents: Documents) -> dict[str, Any]:
+    """What a manifest says of a run beside its cells."""
+    import numpy
+    import torch
+    import transformers
+
+    return {
+        "config": job.config,
+        "model": {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)},
+        "data": documents.source,
+        "seed": job.measure["seed"],
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
+        "versions": {
+            "sparsity_lab": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+        },
+        "git": git_state(),
+    }
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and dirty flag of the source tree, empty outside a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
+        if done.returncode:
+            raise OSError(done.stderr)
+        return done.stdout.strip()
+
+    try:
+        return {"sha": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}

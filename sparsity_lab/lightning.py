@@ -1,0 +1,233 @@
+"""The lightning indexer attached to the layers of any dense model, as a scorer; and its weight files.
+
+A weight file is a safetensors file with the indexers of one compress ratio: tensors `layers.<i>.<name>` (names as in
+`AttachedIndexer`), and under the metadata key `sparsity_lab_indexer` a JSON object with `schema`, `model` (name),
+`model_fingerprint`, `hidden_size`, `compress_ratio`, `layers` and `config` (the fields of `IndexerConfig`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsity_lab.activations import ObservableModel
+from sparsity_lab.compressor import Compressor
+from sparsity_lab.dense import RowTile
+from sparsity_lab.indexer import Indexer, KeyNorm, index_scores
+from sparsity_lab.norm import RMSNorm
+from sparsity_lab.quant import QuantFormat
+from sparsity_lab.rope import Layout, Place, precompute_freqs_cis
+
+SCHEMA = 1
+METADATA_KEY = "sparsity_lab_indexer"
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """Shape and conventions of attached indexers; the defaults follow V4.1's, at a small model's size.
+
+    head_dim: width of the compressor's latent; q_lora_rank: width of the query latent, None = x itself; the other
+    fields are those of `Indexer`.
+    """
+
+    index_n_heads: int = 8
+    index_head_dim: int = 32
+    rope_head_dim: int = 16
+    head_dim: int = 64
+    q_lora_rank: int | None = None
+    rope_theta: float = 10000.0
+    rope_layout: Layout = "adjacent"
+    rope_place: Place = "last"
+    relu: bool = True
+    hadamard: bool = False
+    quant: QuantFormat = "none"
+    key_norm: KeyNorm = "rms"
+    norm_eps: float = 1e-6
+
+
+class AttachedIndexer(nn.Module):
+    """Compressor and indexer of one layer of a dense model; its input is the attention block's input x."""
+
+    def __init__(self, config: IndexerConfig, dim: int, ratio: int) -> None:
+        super().__init__()
+        c = config
+        rank = c.q_lora_rank
+        self.wq_a = None if rank is None else nn.Linear(dim, rank, bias=False)
+        self.q_norm = None if rank is None else RMSNorm(rank, c.norm_eps)
+        self.compressor = Compressor(dim, c.head_dim, ratio, c.norm_eps)
+        self.indexer = Indexer(
+            dim, c.index_n_heads, c.index_head_dim, c.rope_head_dim, rank or dim, c.head_dim, c.norm_eps,
+            rope_layout=c.rope_layout, rope_place=c.rope_place, relu=c.relu, hadamard=c.hadamard, quant=c.quant,
+            key_norm=c.key_norm,
+        )  # fmt: skip
+        self.ratio = ratio
+
+    def keys(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        """Index keys of every complete group: x [b, t, dim], freqs_cis [t, rope/2] -> [b, n, d]."""
+        latent = self.compressor(x)
+        if latent is None:
+            return x.new_zeros(x.shape[0], 0, self.indexer.index_head_dim)
+        return self.indexer.keys(latent, freqs_cis[:: self.ratio][: latent.shape[1]])
+
+    def scores(self, x: Tensor, keys: Tensor, freqs_cis: Tensor) -> Tensor:
+        """Index scores of some rows: x [b, R, dim], freqs_cis [R, rope/2], keys [b, n, d] -> float32 [b, R, n]."""
+        qr = x if self.wq_a is None or self.q_norm is None else self.q_norm(self.wq_a(x))
+        q, w = self.indexer.queries(qr, freqs_cis), self.indexer.head_weights(x)
+        return index_scores(q, keys, w, self.indexer.relu)
+
+
+class Lightning:
+    """Scorer: one attached indexer a layer and ratio, with given or untrained weights.
+
+    Args:
+        model: the model they are attached to (its width; and its identity, which weight files must match).
+        config: shape of untrained indexers; a weight file brings its own.
+        weights: a weight file, or a folder with one per ratio; None = untrained, drawn from `seed`.
+    Raises:
+        ValueError: weights made for another model or width, or that lack a layer or ratio asked for.
+    """
+
+    name = "lightning"
+
+    def __init__(
+        self,
+        model: ObservableModel,
+        config: IndexerConfig | None = None,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.dim, self.device, self.seed = model.hidden_size, model.device, seed
+        self.config = config or IndexerConfig()
+        self.files = {} if weights is None else read_weights(weights, model)
+        self.weights = weights
+        self._modules: dict[tuple[int, int], AttachedIndexer] = {}
+
+    def describe(self) -> dict[str, Any]:
+        if self.files:
+            return {"name": self.name, "weights": {ratio: f.digest for ratio, f in sorted(self.files.items())}}
+        return {"name": self.name, "untrained_seed": self.seed, **dataclasses.asdict(self.config)}
+
+    def scores(self, tile: RowTile, ratio: int, share: str) -> Tensor:
+        module = self.module(tile.acts.layer, ratio)
+        config = self.files[ratio].config if self.files else self.config
+
+        def make() -> tuple[Tensor, Tensor]:
+            table = precompute_freqs_cis(config.rope_head_dim, tile.length, 0, config.rope_theta, 1.0, 32, 1)
+            freqs = table.to(self.device)
+            return freqs, module.keys(tile.acts.x.float(), freqs)
+
+        freqs, keys = tile.keep_for_layer((self.name, id(self), ratio), make)
+        return module.scores(tile.acts.x[:, tile.rows].float(), keys, freqs[tile.rows])
+
+    def module(self, layer: int, ratio: int) -> AttachedIndexer:
+        """The indexer of a layer at a ratio, float32 on the model's device."""
+        if (layer, ratio) not in self._modules:
+            made = self._load(layer, ratio) if self.files else self._untrained(layer, ratio)
+            self._modules[layer, ratio] = made.to(self.device).requires_grad_(False)
+        return self._modules[layer, ratio]
+
+    def _untrained(self, layer: int, ratio: int) -> AttachedIndexer:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed * 1_000_003 + layer) * 1009 + ratio)
+            with torch.inference_mode(False):
+                return AttachedIndexer(self.config, self.dim, ratio)
+
+    def _load(self, layer: int, ratio: int) -> AttachedIndexer:
+        if ratio not in self.files:
+            raise ValueError(
+                f"scorer.weights={self.weights}: made for compress_ratio {sorted(self.files)}, "
+                f"not for selection.compress_ratio={ratio}"
+            )
+        file = self.files[ratio]
+        prefix = f"layers.{layer}."
+        state = {name.removeprefix(prefix): t.float() for name, t in file.tensors.items() if name.startswith(prefix)}
+        if not state:
+            raise ValueError(f"scorer.weights={self.weights}: has no indexer for layer {layer} (layers {file.layers})")
+        with torch.inference_mode(False):
+            module = AttachedIndexer(file.config, self.dim, ratio)
+            module.load_state_dict(state)
+        return module
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A read weight file."""
+
+    config: IndexerConfig
+    layers: list[int]
+    tensors: Mapping[str, Tensor]
+    digest: str  # of its bytes
+
+
+def read_weights(path: str | os.PathLike[str], model: ObservableModel) -> dict[int, WeightFile]:
+    """Read a weight file, or every *.safetensors of a folder; ratio -> file.
+
+    Raises:
+        ValueError: nothing there, not such a file, or made for another model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    where = Path(path)
+    files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
+    if not files or not all(f.is_file() for f in files):
+        raise ValueError(f"scorer.weights={path}: no such file, or a folder without *.safetensors")
+    out: dict[int, WeightFile] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                about = json.loads((handle.metadata() or {})[METADATA_KEY])
+                tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            if about["schema"] != SCHEMA:
+                raise KeyError(f"schema {about['schema']}")
+            config = IndexerConfig(**about["config"])
+            made_for, width, ratio = about["model_fingerprint"], about["hidden_size"], about["compress_ratio"]
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"scorer.weights={file}: not an indexer weight file of this version ({error})") from error
+        if made_for != model.fingerprint or width != model.hidden_size:
+            raise ValueError(
+                f"scorer.weights={file}: made for {about.get('model')} ({made_for}, hidden size {width}), "
+                f"not for {model.name} ({model.fingerprint}, hidden size {model.hidden_size})"
+            )
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        out[ratio] = WeightFile(config, about["layers"], tensors, digest)
+    return out
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    modules: Mapping[int, AttachedIndexer],
+    config: IndexerConfig,
+    model: ObservableModel,
+    **about: Any,
+) -> None:
+    """Write the indexers (layer -> module, all of one ratio) of a model to a weight file, atomically."""
+    from safetensors.torch import save_file
+
+    from sparsity_lab.results import write_atomically
+
+    ratios = {module.ratio for module in modules.values()}
+    if len(ratios) != 1:
+        raise ValueError(f"compress_ratio={sorted(ratios)}: a weight file holds the indexers of one ratio")
+    tensors = {f"layers.{i}.{name}": t.contiguous() for i, m in modules.items() for name, t in m.state_dict().items()}
+    description = {
+        **about,
+        "schema": SCHEMA,
+        "model": model.name,
+        "model_fingerprint": model.fingerprint,
+        "hidden_size": model.hidden_size,
+        "compress_ratio": ratios.pop(),
+        "layers": sorted(modules),
+        "config": dataclasses.asdict(config),
+    }
+    metadata = {METADATA_KEY: json.dumps(description, sort_keys=True)}
+    write_atomically(Path(path), lambda temporary: save_file(tensors, temporary, metadata=metadata))
