@@ -141,8 +141,8 @@ class RowTile:
 def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, seed: int) -> Iterator[RowTile]:
     """Deal `rows` [n] out to tiles of at most `tile` rows and compute the dense probabilities of each.
 
-    Every tile spreads over all of `rows`, so a check of one tile has seen every depth of the document: a chunked mask,
-    say, shows only beyond the first chunk.
+    Every tile spreads over all of `rows` and the first holds the last row, so a check of the first tile has seen the
+    whole document: a chunked mask, say, shows only beyond the first chunk.
 
     Raises:
         ValueError: tile below 1.
@@ -151,7 +151,7 @@ def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, se
         raise ValueError(f"measure.row_tile={tile}: must be at least 1")
     layer_cache: dict[Any, Any] = {}
     tiles = -(-rows.numel() // tile)
-    for part in (rows[i::tiles] for i in range(tiles)):
+    for part in (rows[i::tiles] for i in reversed(range(tiles))):
         yield RowTile(acts, part, document, seed, attention_probabilities(acts, part), layer_cache)
 
 

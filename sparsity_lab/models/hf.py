@@ -84,9 +84,7 @@ class HFModel:
         low, high = (int(x) for x in tokens.aminmax())
         vocab_size = self.model.get_input_embeddings().weight.shape[0]
         if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"tokens {low} to {high}: must be within the vocabulary of {self.name}, 0..{vocab_size - 1}"
-            )
+            raise ValueError(f"tokens {low} to {high}: {self.name} has 0 to {vocab_size - 1}")
 
 
 def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -260,9 +258,19 @@ def load(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"model.path={path}: has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
+    _keep_softcap(model, attn_implementation)
     identity = fingerprint(source, gguf_file=gguf_file, revision=revision)
     title = name or (Path(gguf_file).stem if gguf_file else Path(source).resolve().name)
     return HFModel(model.to(where), tokenizer, name=title, fingerprint=identity)
+
+
+def _keep_softcap(model: Any, asked: str | None) -> None:
+    """sdpa has no soft-cap; some versions of transformers leave it out without a word, and by default."""
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if softcap and model.config._attn_implementation == "sdpa":
+        if asked:
+            raise ValueError(f"attn_implementation={asked}: leaves out this model's soft-cap of {softcap}; use eager")
+        model.set_attn_implementation("eager")
 
 
 def _locate(path: str, gguf_file: str | None) -> tuple[str, str | None]:
