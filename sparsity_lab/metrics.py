@@ -105,25 +105,33 @@ def ratio_or_nan(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def possible_hits(true: Truth, budgets: Sequence[int]) -> Tensor:
-    """min(k, v), float64 [K, 1, R]."""
-    return torch.stack([true.visible.clamp(max=k) for k in budgets]).double().unsqueeze(1)
+    """min(k, v), float64 [K, 1, 1, R]."""
+    return torch.stack([true.visible.clamp(max=k) for k in budgets]).double()[:, None, None]
+
+
+def look_up(values: Tensor, at: Tensor) -> Tensor:
+    """values [g, R, n + 1] at the positions at [P, g, R, L] -> [P, g, R, L]."""
+    return values.expand(at.shape[0], -1, -1, -1).gather(-1, at)
 
 
 def selection_metrics(
     order: Tensor, ratio: int, rows: Tensor, true: Truth, budgets: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The metrics of a selection that need the group's mass alone, and `hits` = |S ∩ O_k|. Each [K, g, R]."""
+    """The metrics of P selections that need the group's mass alone, and `hits` = |S ∩ O_k|.
+
+    order: int64 [P, g, R, L]. Each value is float64 [K, P, g, R].
+    """
     at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
-    rank = true.rank.gather(-1, at)
+    rank = look_up(true.rank, at)
     tokens = (true.raw_start.unsqueeze(-1) - order * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
-    parts = (true.mass.gather(-1, at), true.outside.gather(-1, at), tokens.double(), (rank == 0).double())
-    sums = torch.stack(parts) @ within(budgets, order.shape[-1], order.device)
-    kept, outside, raw_tokens, top1 = sums.movedim(-1, 1)
+    parts = (look_up(true.mass, at), look_up(true.outside, at), tokens.double(), (rank == 0).double())
+    chosen = within(budgets, order.shape[-1], order.device)
+    kept, outside, raw_tokens, top1 = ((part @ chosen).movedim(-1, 0) for part in parts)
     # entry i of the order is in S and in O_k iff i < k and its place in the oracle's order is < k
     both = torch.maximum(rank, torch.arange(order.shape[-1], dtype=torch.int32, device=order.device))
     hits = torch.stack([(both < k).sum(-1) for k in budgets]).double()
     last = torch.tensor(budgets, device=order.device).clamp(max=true.best.shape[-1]) - 1
-    best = true.best.index_select(-1, last).movedim(-1, 0)
+    best = true.best.index_select(-1, last).movedim(-1, 0).unsqueeze(1).expand_as(kept)
     return {
         "hits": hits,
         "recall": ratio_or_nan(hits, possible_hits(true, budgets)),
@@ -136,16 +144,34 @@ def selection_metrics(
     }
 
 
-def pool_metrics(pool: Tensor, block_size: int, true: Truth, hits: Tensor, budgets: Sequence[int]) -> dict[str, Tensor]:
-    """pool_recall, pool_coverage, in_pool_recall of a pool given as bool per block [g, R, nb]."""
+@dataclass(frozen=True)
+class Pool:
+    """What the metrics need of a candidate pool: how many of the first entries of the oracle's order it holds, at every
+    budget [K, g, R], and its mass [g, R]."""
+
+    oracle_hits: Tensor
+    mass: Tensor
+
+
+def pool_of(ranks: Tensor, topk_blocks: int, block_size: int, true: Truth, budgets: Sequence[int]) -> Pool:
+    """The pool of the best `topk_blocks` blocks by int32 ranks [g, R, nb]."""
+    kept = ranks < topk_blocks
     mass = true.mass[..., :-1]
     blocks = F.pad(mass, (0, -mass.shape[-1] % block_size)).unflatten(-1, (-1, block_size)).sum(-1)
-    in_pool = pool.gather(-1, true.order.clamp(min=0) // block_size) & (true.order >= 0)
-    oracle_hits = (in_pool.double() @ within(budgets, in_pool.shape[-1], pool.device)).movedim(-1, 0)
+    held = kept.gather(-1, true.order.clamp(min=0) // block_size) & (true.order >= 0)
+    hits = (held.double() @ within(budgets, held.shape[-1], held.device)).movedim(-1, 0)
+    return Pool(hits, (blocks * kept).sum(-1))
+
+
+def pool_metrics(pools: Sequence[Pool | None], true: Truth, hits: Tensor, budgets: Sequence[int]) -> dict[str, Tensor]:
+    """pool_recall, pool_coverage, in_pool_recall, [K, P, g, R]; NaN where a selection has no pool."""
+    nothing = hits.new_full(hits[:, 0].shape, NAN)
+    held = torch.stack([nothing if p is None else p.oracle_hits for p in pools], dim=1)
+    mass = torch.stack([nothing if p is None else p.mass.expand_as(nothing) for p in pools], dim=1)
     return {
-        "pool_recall": ratio_or_nan(oracle_hits, possible_hits(true, budgets)),
-        "pool_coverage": ratio_or_nan((blocks * pool).sum(-1), true.total).expand_as(hits),
-        "in_pool_recall": ratio_or_nan(hits, oracle_hits),
+        "pool_recall": ratio_or_nan(held, possible_hits(true, budgets)),
+        "pool_coverage": ratio_or_nan(mass, true.total),
+        "in_pool_recall": ratio_or_nan(hits, held),
     }
 
 
@@ -189,36 +215,65 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
 def head_metrics(
     tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail, budgets: Sequence[int]
 ) -> dict[str, Tensor]:
-    """worst_head_coverage and output_error, [K, g, R], NaN but for the detail rows.
+    """worst_head_coverage and output_error of P selections, [K, P, g, R], NaN but for the detail rows.
 
     worst_head_coverage: smallest share of a head's own visible mass; heads without any do not count. output_error:
     ‖o_S − o‖ / ‖o‖, softmax renormalised over the attended tokens, mean over the group's heads.
     """
-    order = order[:, few.at]
+    order = order[:, :, few.at]
+    worst = torch.stack([_worst_head(one, few, budgets) for one in order], dim=1)
+    raw = _raw_output(tile, true, few)
+    error = torch.stack([_output_error(tile, one, ratio, true, few, raw, budgets) for one in order], dim=1)
+    out = worst.new_full((2, *worst.shape[:-1], tile.rows.numel()), NAN)
+    out[..., few.at] = torch.stack([worst, error])
+    return {"worst_head_coverage": out[0], "output_error": out[1]}
+
+
+def _worst_head(order: Tensor, few: Detail, budgets: Sequence[int]) -> Tensor:
+    """float64 [K, g, E]; order [g, E, L] of the detail rows."""
     n = few.mass.shape[-1] - 1
     index = order.masked_fill(order < 0, n).unsqueeze(1).expand(-1, few.mass.shape[1], -1, -1)
     kept = (few.mass.gather(-1, index) @ within(budgets, order.shape[-1], order.device)).movedim(-1, 0)
     none = few.total == 0
-    least = (kept / few.total).masked_fill(none, float("inf")).amin(2).masked_fill(none.all(1), NAN)
-    error = _output_error(tile, order, ratio, true, few, budgets)
-    out = kept.new_full((2, len(budgets), order.shape[0], tile.rows.numel()), NAN)
-    out[..., few.at] = torch.stack([least, error])
-    return {"worst_head_coverage": out[0], "output_error": out[1]}
+    return (kept / few.total).masked_fill(none, float("inf")).amin(2).masked_fill(none.all(1), NAN)
 
 
-def _output_error(tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail, budgets: Sequence[int]) -> Tensor:
-    """float64 [K, g, E]; `order` holds the detail rows only."""
+def _raw_output(tile: RowTile, true: Truth, few: Detail) -> tuple[Tensor, Tensor]:
+    """What window and tail contribute: Σ p v [g, heads, E, dv]; Σ p and the sink share [g, heads, E, 1]."""
+    token = torch.arange(tile.length, device=tile.rows.device)
+    raw = few.probabilities * (token >= true.raw_start[few.at].unsqueeze(-1))
+    return _weighted(raw, tile.acts.v[0].float()), raw.sum(-1, keepdim=True) + few.left
+
+
+def _output_error(
+    tile: RowTile,
+    order: Tensor,
+    ratio: int,
+    true: Truth,
+    few: Detail,
+    raw: tuple[Tensor, Tensor],
+    budgets: Sequence[int],
+) -> Tensor:
+    """float64 [K, g, E]; order [g, E, L] of the detail rows. Only the selected tokens' values are looked up."""
+    groups, heads, _, t = few.probabilities.shape
+    tokens = (order.unsqueeze(-1) * ratio + torch.arange(ratio, device=order.device)).flatten(2)
+    counted = (tokens >= 0) & (tokens < true.raw_start[few.at].unsqueeze(-1))
+    tokens = tokens.clamp(min=0)
+    p = few.probabilities.gather(-1, tokens.unsqueeze(1).expand(-1, heads, -1, -1)) * counted.unsqueeze(1)
     v = tile.acts.v[0].float()
-    token = torch.arange(tile.length, device=order.device)
-    rows, start = tile.rows[few.at].unsqueeze(-1), true.raw_start[few.at].unsqueeze(-1)
-    raw = (token >= start) & (token <= rows)
-    ranks = ranks_of(order, tile.length // ratio).repeat_interleave(ratio, dim=-1)
-    ranks = F.pad(ranks, (0, tile.length - ranks.shape[-1]), value=DROPPED)
+    kv_heads = v.shape[0]
+    lines = tokens.repeat_interleave(kv_heads // groups, dim=0)
+    lines = lines + torch.arange(kv_heads, device=order.device).view(-1, 1, 1) * t
+    values = F.embedding(lines, v.reshape(kv_heads * t, -1))  # [k, E, L * r, dv]
+    per_kv = p.flatten(0, 1).unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [k, E, heads a key head, L * r]
+    out, attended = raw
     errors = []
-    for k in budgets:
-        kept = few.probabilities * (raw | (ranks < k)).unsqueeze(1)
-        attended = (kept.sum(-1, keepdim=True) + few.left).clamp_min(1e-30)
-        difference = _weighted(kept, v) / attended - few.output
+    for a, b in zip([0, *budgets], budgets, strict=False):
+        span = slice(a * ratio, b * ratio)
+        more = (per_kv[..., span] @ values[:, :, span]).transpose(1, 2).flatten(0, 1)
+        out = out + more.unflatten(0, (groups, heads))
+        attended = attended + p[..., span].sum(-1, keepdim=True)
+        difference = out / attended.clamp_min(1e-30) - few.output
         errors.append((difference.norm(dim=-1) / few.output.norm(dim=-1).clamp_min(1e-30)).mean(1).double())
     return torch.stack(errors)
 

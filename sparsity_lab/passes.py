@@ -54,7 +54,7 @@ def num_buckets(length: int) -> int:
 
 
 def bucket_of(rows: Tensor) -> Tensor:
-    """Bucket index, floor(log2(max(s, 1))), exact for every int64 position."""
+    """Bucket index, floor(log2(max(s, 1))), exact below 2**48."""
     return torch.log2(rows.clamp(min=1).double()).floor().long()
 
 
@@ -93,17 +93,19 @@ class Tally:
         values: Tensor,
         visible: Tensor,
         ks: Tensor,
-        places: Tensor,
+        places: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """values float64 [metric, K, g, R] (NaN = undefined) for budgets ks [K, 1]; cell i has budget places[i]."""
+        """values float64 [metric, K, P, g, R] (NaN = undefined) for budgets ks [K, 1] and P selections; `places` holds
+        the index along K and along P of every cell."""
         into = torch.nn.functional.one_hot(bucket_of(rows), self.sums.shape[2]).double()
         kinds = torch.stack([visible > ks, (visible <= ks) & (visible > 0), (visible == 0).expand(len(ks), -1)])
-        defined = ~values.isnan() & kinds[0].unsqueeze(1)
+        defined = ~values.isnan() & kinds[0][:, None, None]
         exact = torch.where(defined, (values / VALUE_UNIT).round() * VALUE_UNIT, 0.0)
-        at, place = torch.tensor(list(cells), device=rows.device), self.layers.index(layer)
-        self.sums[at, place] += (exact.sum(2) @ into).permute(1, 2, 0)[places]
-        self.counts[at, place] += (defined.double().sum(2) @ into).permute(1, 2, 0)[places]
-        self.rows[at, place] += (kinds.double() @ into).permute(1, 2, 0)[places] * values.shape[2]
+        at, place = torch.tensor(cells, device=rows.device), self.layers.index(layer)
+        at_k, at_pool = (torch.tensor(index, device=rows.device) for index in places)
+        self.sums[at, place] += (exact.sum(3) @ into)[:, at_k, at_pool].permute(1, 2, 0)
+        self.counts[at, place] += (defined.double().sum(3) @ into)[:, at_k, at_pool].permute(1, 2, 0)
+        self.rows[at, place] += (kinds.double() @ into)[:, at_k].permute(1, 2, 0) * values.shape[3]
 
     def columns(self) -> dict[str, np.ndarray]:
         """Long form: indices of cell, layer and bucket, then the tallies; combinations without rows are left out."""
@@ -174,58 +176,74 @@ class DocumentPass:
             self.block_ranks[variant, layer, block_size, int(tile.rows[0])] = ranks
 
     def _variant(self, tile: RowTile, variant: Variant, members: Sequence[int], scores: Tensor) -> None:
-        """Order the scores once, then read every cell that shares it."""
-        groups: dict[tuple[Candidate | None, int], list[int]] = defaultdict(list)
+        """Order the scores once, then read all cells that share it: per window, one walk for every pool and k."""
+        searches: dict[int, dict[Candidate | None, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i in members:
             selection = self.cells[i].selection
             pool = selection.candidate
             # the source and the layers before it choose freely, as published
-            searches = pool if pool is not None and tile.acts.layer > pool.source_layer else None
-            groups[searches, selection.window].append(i)
+            inside = pool if pool is not None and tile.acts.layer > pool.source_layer else None
+            searches[selection.window][inside].append(i)
+        pooled = any(pool is not None for pools in searches.values() for pool in pools)
         kmax = self.kmax[variant.share, variant.ratio]
-        pooled = any(pool is not None for pool, _ in groups)
         order = order_positions(scores, None if pooled else kmax)
-        ranks_in_order: dict[tuple[int, int], Tensor] = {}
-        for (pool, window), cells in groups.items():
+        in_order: dict[tuple[int, int], Tensor] = {}
+        for window, pools in searches.items():
             true = metrics.truth(tile, variant.share, variant.ratio, window, kmax)
-            if pool is None:
-                self._read(tile, variant, cells, order[..., :kmax], true, None)
-                continue
-            source = (pool.source_layer, pool.block_size)
-            ranks = self.block_ranks[(variant, *source, int(tile.rows[0]))]
-            if source not in ranks_in_order:
-                in_order = ranks.gather(-1, order.clamp(min=0) // pool.block_size)
-                ranks_in_order[source] = in_order.masked_fill_(order < 0, DROPPED)
-            limit = max(self.cells[i].selection.topk for i in cells)
-            inside = restrict(order, ranks_in_order[source], pool.topk_blocks, limit)
-            self._read(tile, variant, cells, inside, true, (ranks < pool.topk_blocks, pool.block_size))
+            orders = [self._inside(tile, variant, order, pool, kmax, in_order) for pool in pools]
+            self._read(tile, variant, pools, torch.stack(orders), true)
+
+    def _ranks(self, tile: RowTile, variant: Variant, pool: Candidate) -> Tensor:
+        return self.block_ranks[variant, pool.source_layer, pool.block_size, int(tile.rows[0])]
+
+    def _inside(
+        self,
+        tile: RowTile,
+        variant: Variant,
+        order: Tensor,
+        pool: Candidate | None,
+        limit: int,
+        in_order: dict[tuple[int, int], Tensor],
+    ) -> Tensor:
+        """The first `limit` entries of the order in the pool; `in_order` keeps each source's block ranks along it."""
+        if pool is None:
+            return order[..., :limit]
+        source = (pool.source_layer, pool.block_size)
+        if source not in in_order:
+            ranks = self._ranks(tile, variant, pool).gather(-1, order.clamp(min=0) // pool.block_size)
+            in_order[source] = ranks.masked_fill_(order < 0, DROPPED)
+        return restrict(order, in_order[source], pool.topk_blocks, limit)
 
     def _read(
         self,
         tile: RowTile,
         variant: Variant,
-        cells: Sequence[int],
+        pools: Mapping[Candidate | None, Sequence[int]],
         order: Tensor,
         true: Truth,
-        pool: tuple[Tensor, int] | None,
     ) -> None:
-        """All metrics of cells that differ only in k, into the tally."""
-        wanted = [self.cells[i].selection.topk for i in cells]
-        budgets = sorted(set(wanted))
+        """All metrics of the cells of every pool into the tally; order [P, g, R, L], a pool each."""
+        cells = [i for members in pools.values() for i in members]
+        budgets = sorted({self.cells[i].selection.topk for i in cells})
         found = metrics.selection_metrics(order, variant.ratio, tile.rows, true, budgets)
-        hits = found["hits"]
-        if pool is not None:
-            found |= metrics.pool_metrics(*pool, true, hits, budgets)
+        held = [
+            None if p is None else metrics.pool_of(
+                self._ranks(tile, variant, p), p.topk_blocks, p.block_size, true, budgets
+            )
+            for p in pools
+        ]  # fmt: skip
+        found |= metrics.pool_metrics(held, true, found["hits"], budgets)
         few = self._detail(tile, variant)
         if few is not None:
             found |= metrics.head_metrics(tile, order, variant.ratio, true, few, budgets)
-        missing = hits.new_full(hits.shape, NAN)
+        missing = torch.full_like(found["hits"], NAN)
         values = torch.stack([found.get(name, missing) for name in METRICS])
-        ks = torch.tensor(budgets, device=hits.device).unsqueeze(-1)
+        ks = torch.tensor(budgets, device=order.device).unsqueeze(-1)
         if self.checks:
-            self._check(tile, cells, order, true, values, ks)
-        places = torch.tensor([budgets.index(k) for k in wanted], device=hits.device)
-        self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, places)
+            self._check(tile, pools, order, true, values, ks)
+        at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]
+        at_pool = [p for p, members in enumerate(pools.values()) for _ in members]
+        self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, (at_k, at_pool))
 
     def _detail(self, tile: RowTile, variant: Variant) -> metrics.Detail | None:
         if self.detail_rows is None:
@@ -233,31 +251,38 @@ class DocumentPass:
         return metrics.detail(tile, variant.share, variant.ratio, self.detail_rows)
 
     def _check(
-        self, tile: RowTile, cells: Sequence[int], order: Tensor, true: Truth, values: Tensor, ks: Tensor
+        self,
+        tile: RowTile,
+        pools: Mapping[Candidate | None, Sequence[int]],
+        order: Tensor,
+        true: Truth,
+        values: Tensor,
+        ks: Tensor,
     ) -> None:
-        """Invariants of every selection, whatever the scorer (DESIGN §2)."""
-        example = self.cells[cells[0]]
+        """Invariants of every selection, whatever the scorer (DESIGN §2). values [metric, K, P, g, R]."""
         named = dict(zip(METRICS, values, strict=True))
-        must_be_full = (true.visible <= ks).unsqueeze(1).expand_as(named["recall"])
-        if example.scorer == "oracle":
-            must_be_full = torch.ones_like(must_be_full)
-        if any(self._restricted(i, tile.acts.layer) for i in cells):
-            must_be_full = torch.zeros_like(must_be_full)
+        examples = [self.cells[members[0]] for members in pools.values()]
+        free = [
+            p is None and not c.selection.exclude_window and not c.selection.sinks
+            for p, c in zip(pools, examples, strict=True)
+        ]
+        best = [f and c.scorer == "oracle" for f, c in zip(free, examples, strict=True)]
+        must_be_full = (true.visible <= ks)[:, None, None] & _flags(free, ks) | _flags(best, ks)
         shares = values[: METRICS.index("output_error")]
         for what, bad in (
-            ("a future position is selected", (order >= true.visible.unsqueeze(-1)).any(-1).expand_as(must_be_full)),
+            ("a future position is selected", (order >= true.visible.unsqueeze(-1)).any(-1).expand_as(named["recall"])),
             ("coverage is above the oracle's", named["coverage"] > named["oracle_coverage"] + CHECK_SLACK),
             ("recall is below 1 though it must be full", must_be_full & (named["recall"] < 1)),
             ("a share lies outside 0..1", ((shares < 0) | (shares > 1 + CHECK_SLACK)).any(0)),
         ):
             if bad.any():
-                k, group, row = (int(x) for x in bad.nonzero()[0])
+                k, pool, group, row = (int(x) for x in bad.nonzero()[0])
                 raise CheckError(
                     f"{what}: layer {tile.acts.layer}, row {int(tile.rows[row])}, group {group}, "
-                    f"k {int(ks[k])}, cell {example.label()}"
+                    f"k {int(ks[k])}, cell {examples[pool].label()}"
                 )
 
-    def _restricted(self, cell: int, layer: int) -> bool:
-        """Whether the cell may leave visible positions out although its budget would hold them."""
-        s = self.cells[cell].selection
-        return s.exclude_window or s.sinks > 0 or (s.candidate is not None and layer > s.candidate.source_layer)
+
+def _flags(values: Sequence[bool], like: Tensor) -> Tensor:
+    """One flag a pool, [1, P, 1, 1]."""
+    return torch.tensor(values, device=like.device).view(1, -1, 1, 1)
