@@ -17,7 +17,7 @@ from sparsity_lab.cells import Cell, cell_id, check_cell, with_envelope
 from sparsity_lab.dense import default_tile, reconstruction_error, row_tiles
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.passes import CheckError, DocumentPass, Tally
-from sparsity_lab.results import Results, Store, tally_frame
+from sparsity_lab.results import Results, Store, merge, tally_frame
 from sparsity_lab.scorers import BASELINES, Scorer
 
 # Part of every cell id: raise it whenever the same cell would get other numbers, so old results are never mistaken.
@@ -81,6 +81,7 @@ class Plan:
         if rows is not None and rows < 1:
             raise ValueError(f"measure.rows={rows}: must be at least 1, or null for all rows")
         self.length, self.rows, self.seed, self.detail_rows = length, rows, seed, detail_rows
+        self.num_rows = length if rows is None else min(rows, length)
         self.scorers: dict[str, Scorer] = {name: make() for name, make in BASELINES.items()} | dict(scorers or {})
         self.layers, self.skipped_layers = measured_layers(model, length, layers)
         self.context: dict[str, Any] = {
@@ -121,19 +122,18 @@ def measure_document(
     document: Document,
     plan: Plan,
     ids: Sequence[str],
+    tile: int,
     *,
     checks: bool = True,
-    row_tile: int | None = None,
     on_layer: Callable[[], None] | None = None,
 ) -> pd.DataFrame:
-    """One forward over one document; tallies of the cells `ids`."""
+    """One forward over one document, `tile` query rows at a time; tallies of the cells `ids`."""
     cells = [plan.cells[i] for i in ids]
     rows = sample_rows(plan.length, plan.rows, plan.seed, document.id).to(model.device)
     spread = torch.arange(min(plan.detail_rows, len(rows)), device=rows.device)
     detail_rows = rows[spread * len(rows) // len(spread)] if len(spread) else None
     tally = Tally(len(cells), plan.layers, plan.length, model.device)
     evaluator = DocumentPass(cells, plan.scorers, tally, detail_rows=detail_rows, checks=checks)
-    tile = row_tile or default_tile(model.num_heads, plan.length)
 
     def observe(acts: LayerActivations) -> None:
         for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed)):
@@ -197,6 +197,8 @@ def measure(
     if len(documents) == 0:
         raise ValueError("data: no documents to measure")
     length = int(documents[0].tokens.numel())
+    if other := next((d for d in documents if d.tokens.numel() != length), None):
+        raise ValueError(f"data: document {other.index} has {other.tokens.numel()} tokens, the first one {length}")
     plan = Plan(
         model, documents.source, length, cells, scorers=scorers, rows=rows, seed=seed, layers=layers,
         envelope=envelope, detail_rows=detail_rows,
@@ -208,32 +210,72 @@ def measure(
         raise ValueError(failed[0]["reason"] if failed else "no cells to measure")
     if plan.skipped_layers:
         say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens")
-    done: set[tuple[str, str]] = set()
-    if store is not None:
-        store.register(plan.descriptions, failed)
-        done = store.done()
-        for text in store.damaged:
-            say(f"set aside and computed again: {text}")
-    todo = {d.id: [i for i in plan.cells if (i, d.id) not in done] for d in documents}
-    work = [d for d in documents if todo[d.id]]
-    if len(work) < len(documents):
-        say(f"{len(documents) - len(work)} of {len(documents)} documents are in the results already")
-    steps, frames = [0], []
-
-    def step() -> None:
-        steps[0] += 1
-        if progress is not None:
-            progress(steps[0], len(work) * len(plan.layers))
-
-    for document in work:
-        frame = measure_document(
-            model, document, plan, todo[document.id], checks=checks, row_tile=row_tile, on_layer=step
-        )
-        if store is not None:
-            store.add(frame)
-        else:
-            frames.append(frame)
-    if store is not None:
+    tile = row_tile or default_tile(model.num_heads, length)
+    run = _Run(model, plan, tile, checks, progress, say)
+    if store is None:
+        tallies = merge([run.document(d, list(plan.cells)) for d in run.counted(documents)])
+        return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__})
+    store.register(plan.descriptions, failed)
+    try:
+        todo = _missing(plan, documents, store, say)
+        for document in run.counted([d for d in documents if todo[d.id]]):
+            store.add(run.document(document, todo[document.id]))
         return store.finish().only(plan.cells, [d.id for d in documents])
-    tallies = pd.concat(frames, ignore_index=True)
-    return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__})
+    except BaseException as error:
+        store.set_status(f"failed: {error or type(error).__name__}")
+        raise
+
+
+def _missing(
+    plan: Plan, documents: Sequence[Document], store: Store, say: Callable[[str], None]
+) -> dict[str, list[str]]:
+    """Document id -> cells that the store does not hold for it."""
+    done = store.done()
+    for text in store.damaged:
+        say(f"set aside and computed again: {text}")
+    todo = {d.id: [i for i in plan.cells if (i, d.id) not in done] for d in documents}
+    complete = sum(not cells for cells in todo.values())
+    if complete:
+        say(f"{complete} of {len(todo)} documents are in the results already")
+    return todo
+
+
+class _Run:
+    """Measures documents one by one, tells how far it is, and makes do with less memory when a GPU runs out."""
+
+    def __init__(
+        self,
+        model: ObservableModel,
+        plan: Plan,
+        tile: int,
+        checks: bool,
+        progress: Progress | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.model, self.plan, self.tile, self.checks, self.say = model, plan, tile, checks, say
+        self.progress, self.steps, self.total = progress, 0, 0
+
+    def counted(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """Announce the documents to come."""
+        self.total = len(documents) * len(self.plan.layers)
+        return documents
+
+    def document(self, document: Document, ids: Sequence[str]) -> pd.DataFrame:
+        """Tallies of one document. Out of device memory, the row tile is halved and the document starts over."""
+        while True:
+            start = self.steps
+            try:
+                return measure_document(
+                    self.model, document, self.plan, ids, self.tile, checks=self.checks, on_layer=self._step
+                )
+            except torch.cuda.OutOfMemoryError:
+                if self.tile == 1:
+                    raise
+                self.tile, self.steps = max(1, min(self.tile, self.plan.num_rows) // 2), start
+                torch.cuda.empty_cache()
+                self.say(f"out of device memory: going on with measure.row_tile={self.tile}")
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.progress is not None:
+            self.progress(self.steps, self.total)

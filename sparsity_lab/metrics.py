@@ -33,6 +33,7 @@ METRICS = (
     "output_error",
 )
 NAN = float("nan")
+STRETCH = 32  # entries of an order whose outputs are summed at once
 
 
 @dataclass(frozen=True)
@@ -254,28 +255,49 @@ def _output_error(
     raw: tuple[Tensor, Tensor],
     budgets: Sequence[int],
 ) -> Tensor:
-    """float64 [K, g, E]; order [g, E, L] of the detail rows. Only the selected tokens' values are looked up."""
+    """float64 [K, g, E]; order [g, E, L] of the detail rows. Only the selected tokens' values are looked up.
+
+    Sums go over whole stretches of the order and then what is left of k, so a value depends on its own k alone, not on
+    the other budgets that are measured with it.
+    """
+    order = F.pad(order, (0, -order.shape[-1] % STRETCH), value=-1)
+    p, values = _selected_values(tile, order, ratio, true, few)
+    p, values = p.unflatten(-1, (-1, STRETCH * ratio)), values.unflatten(2, (-1, STRETCH * ratio))
+    out = _per_key_head(p, values).cumsum(3)  # [g, heads, E, stretches, dv]
+    attended = p.sum(-1).cumsum(-1)
+    errors = []
+    for k in budgets:
+        whole, rest = divmod(min(k, order.shape[-1]), STRETCH)
+        kept, mass = raw
+        if whole:
+            kept, mass = kept + out[..., whole - 1, :], mass + attended[..., whole - 1 : whole]
+        if rest:
+            begun = p[..., whole : whole + 1, : rest * ratio]
+            kept = kept + _per_key_head(begun, values[:, :, whole : whole + 1, : rest * ratio])[..., 0, :]
+            mass = mass + begun.sum(-1)
+        difference = kept / mass.clamp_min(1e-30) - few.output
+        errors.append((difference.norm(dim=-1) / few.output.norm(dim=-1).clamp_min(1e-30)).mean(1).double())
+    return torch.stack(errors)
+
+
+def _selected_values(tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail) -> tuple[Tensor, Tensor]:
+    """Probabilities [g, heads, E, L * r], zero for what is attended raw anyway, and values [k, E, L * r, dv] of the
+    tokens of an order [g, E, L]."""
     groups, heads, _, t = few.probabilities.shape
     tokens = (order.unsqueeze(-1) * ratio + torch.arange(ratio, device=order.device)).flatten(2)
     counted = (tokens >= 0) & (tokens < true.raw_start[few.at].unsqueeze(-1))
     tokens = tokens.clamp(min=0)
     p = few.probabilities.gather(-1, tokens.unsqueeze(1).expand(-1, heads, -1, -1)) * counted.unsqueeze(1)
     v = tile.acts.v[0].float()
-    kv_heads = v.shape[0]
-    lines = tokens.repeat_interleave(kv_heads // groups, dim=0)
-    lines = lines + torch.arange(kv_heads, device=order.device).view(-1, 1, 1) * t
-    values = F.embedding(lines, v.reshape(kv_heads * t, -1))  # [k, E, L * r, dv]
-    per_kv = p.flatten(0, 1).unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [k, E, heads a key head, L * r]
-    out, attended = raw
-    errors = []
-    for a, b in zip([0, *budgets], budgets, strict=False):
-        span = slice(a * ratio, b * ratio)
-        more = (per_kv[..., span] @ values[:, :, span]).transpose(1, 2).flatten(0, 1)
-        out = out + more.unflatten(0, (groups, heads))
-        attended = attended + p[..., span].sum(-1, keepdim=True)
-        difference = out / attended.clamp_min(1e-30) - few.output
-        errors.append((difference.norm(dim=-1) / few.output.norm(dim=-1).clamp_min(1e-30)).mean(1).double())
-    return torch.stack(errors)
+    lines = tokens.repeat_interleave(v.shape[0] // groups, dim=0)
+    lines = lines + torch.arange(v.shape[0], device=order.device).view(-1, 1, 1) * t
+    return p, F.embedding(lines, v.flatten(0, 1))
+
+
+def _per_key_head(p: Tensor, values: Tensor) -> Tensor:
+    """p [g, heads, E, C, T] and values [k, E, C, T, dv] -> [g, heads, E, C, dv]."""
+    per_kv = p.flatten(0, 1).unflatten(0, (values.shape[0], -1)).movedim(1, 3)
+    return (per_kv @ values).movedim(3, 1).flatten(0, 1).unflatten(0, p.shape[:2])
 
 
 def _weighted(p: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Time and memory of sweeps, side by side in one run.
+
+python experiments/bench.py
+python experiments/bench.py lengths=[] cases=[forward,cells_1]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from sparsity_lab import benchmark, config
+from sparsity_lab.job import machine
+
+config.register()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+def main(cfg: DictConfig) -> None:
+    job = config.resolve(cfg)
+    rows = []
+    length = job["data"]["length"]
+    runs = [(case, length) for case in job["cases"]]
+    runs += [(c, n) for n in job["lengths"] for c in ("forward", "cells_1", "cells_200") if (c, n) not in runs]
+    for case, tokens in runs:
+        print(f"{case}, {tokens} tokens", file=sys.stderr)
+        if case.startswith("jobs_"):
+            with tempfile.TemporaryDirectory() as folder:
+                row = benchmark.run_jobs(case.removeprefix("jobs_"), job, Path(folder))
+        else:
+            row = benchmark.run_case(case, job, tokens)
+        print("   ", {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, file=sys.stderr)
+        rows.append(row)
+    summary = benchmark.ratios(rows, length)
+    for name, value in summary.items():
+        print(f"{value:8.2f}  {name}")
+    if job["record"]:
+        about = {"command": " ".join(["python", "experiments/bench.py", *sys.argv[1:]]), **machine(), "config": job}
+        benchmark.write_record(Path(job["record"]), rows, summary, about)
+
+
+if __name__ == "__main__":
+    main()
