@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,19 +16,77 @@ class LayerActivations:
     """One attention layer's tensors during one forward, valid only while the observer runs.
 
     Shapes (b batch, h query heads, k key heads, s query rows, t key positions, d head dim); row i stands at absolute
-    position t - s + i.
+    position t - s + i. A recording holds some rows only: q and output then have those at the absolute positions `rows`,
+    while x still has every token.
     """
 
     layer: int
-    q: Tensor  # [b, h, s, d] after RoPE
+    q: Tensor  # [b, h, s, d] after RoPE; s = len(rows) where rows are given
     k: Tensor  # [b, k, t, d] after RoPE
     v: Tensor  # [b, k, t, dv]
     x: Tensor  # [b, s, dim] the attention block's input
-    output: Tensor  # [b, s, h, dv] the model's own attention output, before its output projection
+    output: Tensor  # [b, s, h, dv] the model's own attention output, before its output projection; s as of q
     scale: float
     softcap: float | None = None
     sink: Tensor | None = None  # [h] logits, in the softmax denominator only
     window: int | None = None  # sliding window in tokens, the query's own included; None = full causal
+    rows: Tensor | None = None  # ascending int64 [s]: the only rows that q and output hold; None = all
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """Absolute positions of `rows` [R]: indices along s, or positions already where only some rows are held."""
+        return rows if self.rows is not None else rows + (self.k.shape[2] - self.q.shape[2])
+
+    def query_rows(self, rows: Tensor) -> Tensor:
+        """Queries of some rows of a one-document batch: rows int64 [R] -> contiguous [h, R, d].
+
+        Raises:
+            ValueError: rows that are not held.
+        """
+        return self.q[0][:, self._places(rows)].contiguous()
+
+    def output_rows(self, rows: Tensor) -> Tensor:
+        """The model's attention output of some rows of a one-document batch: rows int64 [R] -> contiguous [R, h, dv].
+
+        Raises:
+            ValueError: rows that are not held.
+        """
+        return self.output[0][self._places(rows)].contiguous()
+
+    def _places(self, rows: Tensor) -> Tensor:
+        """Where `rows` are along s."""
+        if self.rows is None:
+            return rows
+        places = torch.searchsorted(self.rows, rows.contiguous()).clamp(max=len(self.rows) - 1)
+        lacking = rows[self.rows[places] != rows].tolist()
+        if lacking:
+            named = ", ".join(str(row) for row in lacking[:5]) + (" ..." if len(lacking) > 5 else "")
+            raise ValueError(f"layer {self.layer}: rows {named} are not there; only {len(self.rows)} rows were kept")
+        return places
+
+    def contiguous(self) -> LayerActivations:
+        """The same values with k, v and x in one memory layout.
+
+        Models leave them in various ones, sums may depend on it in the last bit, and a recording keeps none: this is
+        what lets a replay give the bits of the live run.
+        """
+        k, v, x = self.k.contiguous(), self.v.contiguous(), self.x.contiguous()
+        return dataclasses.replace(self, k=k, v=v, x=x)
+
+
+class LeftOut:
+    """Stands where a recording has no tensor, because it was made without; using it raises ValueError with `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def contiguous(self) -> LeftOut:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(self.reason)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ValueError(self.reason)
 
 
 Observer = Callable[[LayerActivations], None]

@@ -124,9 +124,13 @@ def expand(scorer: str | Sequence[str], **selection: Any) -> tuple[list[Cell], l
     """
     names = {field.name for field in dataclasses.fields(Selection)}
     zipped = _listed(selection.pop("zipped", None) or {})
+    if not all(isinstance(matched, Mapping) for matched in zipped):
+        raise ValueError(f"selection.zipped={zipped}: must be a list of mappings, each a matched set of fields")
     for key in set(selection).union(*zipped):
         if key not in names:
             raise ValueError(f"selection.{key}: no such field; there are {', '.join(sorted(names))}")
+    if not _listed(scorer):
+        raise ValueError("scorer=[]: needs at least one value")
     cells: list[Cell] = []
     failed: list[dict[str, Any]] = []
     for matched in zipped:
@@ -166,6 +170,8 @@ def _pools(value: Any) -> list[dict[str, Any] | None]:
         if entry is None:
             out.append(None)
             continue
+        if not isinstance(entry, (Candidate, Mapping)):
+            raise ValueError(f"selection.candidate={entry!r}: must be null, the fields of a pool, or a list of those")
         entry = dataclasses.asdict(entry) if isinstance(entry, Candidate) else dict(entry)
         if set(entry) != wanted:
             raise ValueError(f"selection.candidate={entry}: needs exactly {', '.join(sorted(wanted))}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsity_lab.activations import LayerActivations
+from sparsity_lab.activations import LayerActivations, LeftOut
 
 SHARES = ("layer", "kv_head")
 # Masses are multiples of 2**-48 held in float64. A row's mass is at most 1, so every sum of them is exact: the same to
@@ -24,34 +24,47 @@ MASS_UNIT = 2.0**-48
 
 
 def attention_probabilities(acts: LayerActivations, rows: Tensor) -> Tensor:
-    """The model's own softmax for some rows of a one-document batch, float32 [h, R, t].
+    """The layer's own softmax for some rows of a one-document batch, float32 [h, R, t].
 
     softmax(softcap(q k^T scale) + causal and window mask), in float32 whatever the layer's dtype; a sink adds to the
-    denominator only, so rows then sum to less than 1. `rows` int64 [R] are indices along the s axis.
+    denominator only, so rows then sum to less than 1. `rows` int64 [R] are indices along the s axis, or positions where
+    the layer holds some rows only.
 
     Raises:
-        ValueError: more than one document, or query heads that are no multiple of the key heads.
+        ValueError: more than one document, query heads that are no multiple of the key heads, or rows not held.
     """
+    logits = _logits(acts, rows)
+    probabilities = logits.softmax(dim=-1)
+    if acts.sink is not None:
+        probabilities *= torch.sigmoid(logits.logsumexp(dim=-1, keepdim=True) - acts.sink.float().view(-1, 1, 1))
+    return probabilities
+
+
+def sink_share(acts: LayerActivations, rows: Tensor) -> Tensor | None:
+    """What the sink takes of each row, float32 [h, R, 1]; None without a sink. Not 1 - Σp: that difference is known to
+    1e-7 only, far off for a selection that attends to little more than the sink."""
+    if acts.sink is None:
+        return None
+    return torch.sigmoid(acts.sink.float().view(-1, 1, 1) - _logits(acts, rows).logsumexp(dim=-1, keepdim=True))
+
+
+def _logits(acts: LayerActivations, rows: Tensor) -> Tensor:
+    """Scaled, soft-capped, masked logits, float32 [h, R, t]."""
     if acts.q.shape[0] != 1:
         raise ValueError(f"layer {acts.layer}: a batch of {acts.q.shape[0]}, must be one document")
-    q, k = acts.q[0][:, rows].float(), acts.k[0].float()
+    q, k = acts.query_rows(rows).float(), acts.k[0].float()
     heads, (kv_heads, t, _) = q.shape[0], k.shape
     # query heads i*r .. i*r+r-1 read key head i, as in every published GQA model
     grouped = per_group(q, "kv_head", kv_heads).flatten(1, 2) * acts.scale
     logits = torch.matmul(grouped, k.transpose(1, 2)).view(heads, rows.numel(), t)
     if acts.softcap is not None:
         logits = logits.div_(acts.softcap).tanh_().mul_(acts.softcap)
-    query = (rows + (t - acts.q.shape[2])).unsqueeze(-1)
+    query = acts.positions(rows).unsqueeze(-1)
     token = torch.arange(t, device=q.device)
     hidden = token > query
     if acts.window is not None:
         hidden |= token <= query - acts.window
-    logits.masked_fill_(hidden, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
-    if acts.sink is not None:
-        log_sum = logits.logsumexp(dim=-1, keepdim=True)
-        probabilities *= torch.sigmoid(log_sum - acts.sink.float().view(-1, 1, 1))
-    return probabilities
+    return logits.masked_fill_(hidden, float("-inf"))
 
 
 def group_sum(mass: Tensor, ratio: int) -> Tensor:
@@ -149,6 +162,7 @@ def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, se
     """
     if tile < 1:
         raise ValueError(f"measure.row_tile={tile}: must be at least 1")
+    acts = acts.contiguous()
     layer_cache: dict[Any, Any] = {}
     tiles = -(-rows.numel() // tile)
     for part in (rows[i::tiles] for i in reversed(range(tiles))):
@@ -163,10 +177,13 @@ def default_tile(heads: int, length: int, budget: int = 2**26) -> int:
 def reconstruction_error(tile: RowTile) -> float:
     """Relative difference between p @ v and the model's own output on a tile's rows.
 
-    A wrong mask, scale, soft-cap, sink, window or head grouping shows here, whatever the model family.
+    A wrong mask, scale, soft-cap, sink, window or head grouping shows here, whatever the model family. 0 for a
+    recording without values: `record` compared them while it had them.
     """
+    if isinstance(tile.acts.v, LeftOut):
+        return 0.0
     v = tile.acts.v[0].float()
     p = tile.probabilities.unflatten(0, (v.shape[0], -1)).flatten(1, 2)
     ours = torch.matmul(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
-    theirs = tile.acts.output[0][tile.rows].float()
+    theirs = tile.acts.output_rows(tile.rows).float()
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))

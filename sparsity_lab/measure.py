@@ -97,7 +97,10 @@ class Plan:
         }
         self.cells: dict[str, Cell] = {}
         self.failed: list[dict[str, Any]] = []
-        for cell in with_envelope(cells, ENVELOPE) if envelope else cells:
+        for cell in cells:
+            self._admit(cell, model)
+        bounds = with_envelope(list(self.cells.values()), ENVELOPE) if envelope else []
+        for cell in bounds:
             self._admit(cell, model)
         described = {"model": model.name, "data": source["name"], "length": length}
         described |= {key: self.context[key] for key in ("dtype", "device", "seed")} | {"sampled_rows": rows}
@@ -114,7 +117,11 @@ class Plan:
         except ValueError as error:
             self.failed.append({**cell.fields(), "reason": str(error)})
             return
-        self.cells[cell_id(cell, self.scorers[cell.scorer].describe(), self.context)] = cell
+        key = cell_id(cell, self.scorers[cell.scorer].describe(), self.context)
+        if self.cells.setdefault(key, cell) != cell:
+            raise ValueError(
+                f"scorer={cell.scorer}: describes itself as {self.cells[key].scorer} does; they would be mixed up"
+            )
 
 
 def measure_document(

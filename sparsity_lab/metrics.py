@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsity_lab.dense import RowTile, exact, group_sum, per_group
+from sparsity_lab.dense import RowTile, exact, group_sum, per_group, sink_share
 from sparsity_lab.selection import DROPPED, order_positions, visible_lengths
 
 METRICS = (
@@ -201,12 +201,13 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
         hidden = torch.arange(mass.shape[-1], device=p.device) >= visible
         mass = exact(F.pad(mass.masked_fill(hidden, 0.0), (0, 1)))
         grouped = per_group(p, share, tile.kv_heads)
+        taken = sink_share(tile.acts, tile.rows[at])
         return Detail(
             at=at,
             mass=per_group(mass, share, tile.kv_heads),
             total=per_group(mass.sum(-1), share, tile.kv_heads),
             probabilities=grouped,
-            left=0.0 if tile.acts.sink is None else (1.0 - grouped.sum(-1, keepdim=True)).clamp(min=0.0),
+            left=0.0 if taken is None else per_group(taken, share, tile.kv_heads),
             output=_weighted(grouped, tile.acts.v[0].float()),
         )
 

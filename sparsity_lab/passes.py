@@ -27,6 +27,7 @@ from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank
 VALUE_UNIT = 2.0**-36
 # float32: a softmax row sums to 1 only within about 1e-6, and positions it ranks equal may differ in exact mass
 CHECK_SLACK = 1e-5
+DENSE_SLACK = 1e-4  # relative output error of float32 sums in another order
 
 
 class Variant(NamedTuple):
@@ -240,7 +241,10 @@ class DocumentPass:
         values = torch.stack([found.get(name, missing) for name in METRICS])
         ks = torch.tensor(budgets, device=order.device).unsqueeze(-1)
         if self.checks:
-            self._check(tile, pools, order, true, values, ks)
+            outside = torch.stack(
+                [self._outside(tile, variant, one, pool) for one, pool in zip(order, pools, strict=True)]
+            )
+            self._check(tile, pools, order, outside, true, values, ks)
         at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]
         at_pool = [p for p, members in enumerate(pools.values()) for _ in members]
         self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, (at_k, at_pool))
@@ -250,16 +254,25 @@ class DocumentPass:
             return None
         return metrics.detail(tile, variant.share, variant.ratio, self.detail_rows)
 
+    def _outside(self, tile: RowTile, variant: Variant, order: Tensor, pool: Candidate | None) -> Tensor:
+        """Whether a selection holds positions outside its pool, bool [g, R]."""
+        if pool is None:
+            return torch.zeros(order.shape[:-1], dtype=torch.bool, device=order.device)
+        ranks = self._ranks(tile, variant, pool).gather(-1, order.clamp(min=0) // pool.block_size)
+        return ((ranks >= pool.topk_blocks) & (order >= 0)).any(-1)
+
     def _check(
         self,
         tile: RowTile,
         pools: Mapping[Candidate | None, Sequence[int]],
         order: Tensor,
+        outside: Tensor,
         true: Truth,
         values: Tensor,
         ks: Tensor,
     ) -> None:
-        """Invariants of every selection, whatever the scorer (DESIGN §2). values [metric, K, P, g, R]."""
+        """Invariants of every selection, whatever the scorer (DESIGN §2). values [metric, K, P, g, R]; outside bool
+        [P, g, R]: something that is not in the pool is selected."""
         named = dict(zip(METRICS, values, strict=True))
         examples = [self.cells[members[0]] for members in pools.values()]
         free = [
@@ -269,10 +282,15 @@ class DocumentPass:
         best = [f and c.scorer == "oracle" for f, c in zip(free, examples, strict=True)]
         must_be_full = (true.visible <= ks)[:, None, None] & _flags(free, ks) | _flags(best, ks)
         shares = values[: METRICS.index("output_error")]
+        fewer = torch.cat([named["coverage"][:1], named["coverage"][:-1]])
+        dense = must_be_full & (true.visible <= ks)[:, None, None] & (tile.length == true.mass.shape[-1] - 1)
         for what, bad in (
             ("a future position is selected", (order >= true.visible.unsqueeze(-1)).any(-1).expand_as(named["recall"])),
+            ("a position outside the pool is selected", outside.expand_as(named["recall"])),
             ("coverage is above the oracle's", named["coverage"] > named["oracle_coverage"] + CHECK_SLACK),
             ("recall is below 1 though it must be full", must_be_full & (named["recall"] < 1)),
+            ("coverage falls with k", named["coverage"] < fewer),
+            ("everything is attended and yet the output differs", dense & (named["output_error"] > DENSE_SLACK)),
             ("a share lies outside 0..1", ((shares < 0) | (shares > 1 + CHECK_SLACK)).any(0)),
         ):
             if bad.any():

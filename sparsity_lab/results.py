@@ -39,6 +39,9 @@ ORDER = (
     "candidate_source_layer",
     "candidate_block_size",
     "candidate_topk_blocks",
+    "window",
+    "sinks",
+    "exclude_window",
     "topk",
 )
 TALLY_COLUMNS = {
@@ -128,6 +131,9 @@ class Results:
     def cell_frame(self) -> pd.DataFrame:
         """One row a cell: its id and every field of its scorer, selection, model and data."""
         frame = pd.DataFrame([{"cell_id": key, **value} for key, value in self.cells.items()])
+        frame = frame[
+            [c for c in ("cell_id", *ORDER) if c in frame] + [c for c in frame if c not in ("cell_id", *ORDER)]
+        ]
         pool = [name for name in frame.columns if str(name).startswith("candidate_")]
         return frame.astype(dict.fromkeys(pool, "Int64"))
 
@@ -229,7 +235,8 @@ class Store:
             old = read_manifest(self.folder) if (self.folder / "manifest.json").exists() else {}
             merged = {**old, **self.manifest, "schema": SCHEMA}
             merged["cells"] = dict(sorted({**old.get("cells", {}), **cells}.items()))
-            merged["failed_cells"] = list({json.dumps(f, sort_keys=True): dict(f) for f in failed}.values())
+            all_failed = [*old.get("failed_cells", []), *failed]
+            merged["failed_cells"] = list({json.dumps(f, sort_keys=True): dict(f) for f in all_failed}.values())
             write_text(self.folder / "manifest.json", json.dumps(merged, indent=1, sort_keys=True) + "\n")
             self.set_status("running")
 
@@ -252,7 +259,8 @@ class Store:
 
     def done(self) -> set[tuple[str, str]]:
         """(cell id, document id) pairs that need no computing."""
-        tallies = self.tallies()
+        with self.lock:  # else another process may fold a part in between its listing and its reading
+            tallies = self.tallies()
         return set(zip(tallies["cell_id"], tallies["document"], strict=True))
 
     def add(self, tallies: pd.DataFrame) -> None:
@@ -311,8 +319,7 @@ def load(folder: str | os.PathLike[str]) -> Results:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    paths = [p for p in [folder / "tallies.parquet", *sorted((folder / "parts").glob("*.parquet"))] if p.exists()]
-    tallies = merge(read_tallies(path) for path in paths)
+    tallies = _read_folder(folder)
     if tallies.empty:
         status = (folder / "status").read_text().strip() if (folder / "status").exists() else "unknown"
         raise ResultsError(f"{folder}: nothing measured yet (status: {status})")
@@ -322,6 +329,18 @@ def load(folder: str | os.PathLike[str]) -> Results:
     if lost:
         raise ResultsError(f"{folder}: tallies of {len(lost)} cells that manifest.json does not describe")
     return Results(tallies, cells, manifest)
+
+
+def _read_folder(folder: Path, attempts: int = 5) -> pd.DataFrame:
+    """All tallies of a folder. A run may fold its parts while they are listed; vanished files are looked up again."""
+    for attempt in range(attempts):
+        paths = [p for p in [*sorted((folder / "parts").glob("*.parquet")), folder / "tallies.parquet"] if p.exists()]
+        try:
+            return merge([read_tallies(path) for path in paths])
+        except ResultsError:
+            if all(path.exists() for path in paths) or attempt == attempts - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 def merge_results(parts: Sequence[Results]) -> Results:

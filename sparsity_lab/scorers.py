@@ -98,7 +98,7 @@ class _Keys:
         visible positions (`softmax`) or of the logits themselves (`logit`)."""
         n = tile.length // ratio
         keys = tile.keep_for_layer((self.name, ratio), lambda: self.summaries(_grouped_keys(tile, ratio)))
-        queries = tile.acts.q[0][:, tile.rows].float() * tile.acts.scale
+        queries = tile.acts.query_rows(tile.rows).float() * tile.acts.scale
         grouped = queries.unflatten(0, (tile.kv_heads, -1)).flatten(1, 2)
         logits = self.logits(grouped, keys).view(-1, tile.rows.numel(), n)
         if self.head_reduction == "softmax" and n:
