@@ -15,13 +15,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from sparsity_lab import config, console
+from sparsity_lab.estimate import describe
 from sparsity_lab.job import execute, objective
 
 config.register()
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="recall")
-def main(cfg: DictConfig) -> float:
+def main(cfg: DictConfig) -> float | None:
+    if cfg.dry_run:
+        print(describe([config.read_job(cfg)]))
+        return None
     job, results = execute(cfg, Path(HydraConfig.get().runtime.output_dir), console.progress)
     console.summary_table(results)
     print(f"results: {job.folder}", file=sys.stderr)

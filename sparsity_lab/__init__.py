@@ -19,9 +19,10 @@ __version__ = "0.1.0"
 _NAMES = {
     "load_model": "sparsity_lab.models",
     "grid": "sparsity_lab.cells",
-    "measure": "sparsity_lab.measure",
+    "measure": "sparsity_lab.measurement",
     "load": "sparsity_lab.results",
     "collect": "sparsity_lab.results",
+    "record": "sparsity_lab.record",
 }
 _MODULES = ("data", "plot")
 __all__ = ["__version__", *_NAMES, *_MODULES]

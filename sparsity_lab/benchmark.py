@@ -96,7 +96,7 @@ def _forward(model: Any, documents: Sequence[Any]) -> None:
 
 
 def _measure(model: Any, documents: Any, cells: list[Cell], options: Mapping[str, Any]) -> None:
-    from sparsity_lab.measure import measure
+    from sparsity_lab.measurement import measure
 
     measure(model, documents, cells, **options)
 

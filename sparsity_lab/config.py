@@ -18,6 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from sparsity_lab.cells import Cell, expand
 from sparsity_lab.lightning import IndexerConfig
+from sparsity_lab.metrics import METRICS
 
 
 @dataclass
@@ -34,6 +35,14 @@ class HFModelConfig(SmolLM2Model):
     gguf_file: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+
+
+@dataclass
+class RecordedModelConfig:
+    name: str = MISSING
+    path: str = MISSING
+    device: str = MISSING
+    kind: str = "recorded"  # what tells a recording from a model: its name is the recorded model's
 
 
 @dataclass
@@ -55,6 +64,16 @@ class FileText(ShippedText):
 @dataclass
 class JsonlText(FileText):
     field: str = MISSING
+
+
+@dataclass
+class RecordedText:
+    name: str = MISSING
+    num_documents: int | None = MISSING
+    length: int = MISSING
+    shard: int = 0
+    num_shards: int = 1
+    kind: str = "recorded"
 
 
 @dataclass
@@ -127,16 +146,57 @@ class RecallConfig:
     experiment_name: str = MISSING
     name: str = MISSING
     objective: str = MISSING
+    dry_run: bool = MISSING
+
+
+@dataclass
+class RecordOptions:
+    folder: str = MISSING
+    layers: list[int] | None = MISSING
+    rows: int | None = MISSING
+    seed: int = MISSING
+    values: bool = MISSING
+    inputs: bool = MISSING
+
+
+@dataclass
+class RecordConfig:
+    model: Any = MISSING
+    data: Any = MISSING
+    record: RecordOptions = field(default_factory=RecordOptions)
+    dry_run: bool = MISSING
+
+
+@dataclass
+class BenchConfig:
+    model: Any = MISSING
+    data: Any = MISSING
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    cases: list[str] = MISSING
+    lengths: list[int] = MISSING
+    jobs: int = MISSING
+    repeats: int = MISSING
+    record: str | None = None
 
 
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore; every option in conf/ names its own in its defaults list."""
-    OmegaConf.register_new_resolver("basename", lambda path: Path(path).stem, replace=True)
     store = ConfigStore.instance()
     store.store(name="recall_schema", node=RecallConfig)
+    store.store(name="bench_schema", node=BenchConfig)
+    store.store(name="record_schema", node=RecordConfig)
     groups: dict[str, dict[str, type]] = {
-        "model": {"smollm2_schema": SmolLM2Model, "hf_schema": HFModelConfig},
-        "data": {"shipped_schema": ShippedText, "file_schema": FileText, "jsonl_schema": JsonlText},
+        "model": {
+            "smollm2_schema": SmolLM2Model,
+            "hf_schema": HFModelConfig,
+            "recorded_schema": RecordedModelConfig,
+        },
+        "data": {
+            "shipped_schema": ShippedText,
+            "file_schema": FileText,
+            "jsonl_schema": JsonlText,
+            "recorded_schema": RecordedText,
+        },
         "scorer": {
             "baseline_schema": Baseline,
             "key_baseline_schema": KeyBaseline,
@@ -148,6 +208,31 @@ def register() -> None:
     for group, schemas in groups.items():
         for name, node in schemas.items():
             store.store(group=group, name=name, node=node)
+
+
+def _basename(path: str) -> str:
+    """Last part of a hub name or path, without .gguf: `Qwen/Qwen2.5-0.5B` is Qwen2.5-0.5B."""
+    return Path(path).expanduser().resolve().name.removesuffix(".gguf")
+
+
+def _recorded(what: str, *, _root_: DictConfig) -> Any:
+    """`${recorded:model}`, `:data` and `:length` of the recording at model.path, so that its results go by the names of
+    live ones. Where it cannot be read there are stand-ins: the job fails a moment later and says why."""
+    from sparsity_lab.models.recorded import RecordingError, read_recording
+
+    path = OmegaConf.select(_root_, "model.path")
+    try:
+        manifest = read_recording(path) if path else None
+    except RecordingError:
+        manifest = None
+    if manifest is None:
+        return 0 if what == "length" else "recorded"
+    return manifest["data"]["length"] if what == "length" else manifest[what]["name"]
+
+
+# at import, not in register(): the processes of joblib, submitit and Ray import this module and no entry point
+OmegaConf.register_new_resolver("basename", _basename, replace=True)
+OmegaConf.register_new_resolver("recorded", _recorded, replace=True)
 
 
 @dataclass(frozen=True)
@@ -164,6 +249,7 @@ class Job:
     failed: tuple[dict[str, Any], ...]
     folder: Path
     objective: str
+    dry_run: bool
 
     @property
     def pass_key(self) -> str:
@@ -171,35 +257,56 @@ class Job:
         return json.dumps([self.model, self.data, self.measure, str(self.folder)], sort_keys=True)
 
 
-def read_job(config: DictConfig) -> Job:
-    """Check a composed configuration and turn it into a `Job`.
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain values.
 
     Raises:
-        ValueError: missing mandatory values (named), or no valid cell at all.
+        ValueError: missing mandatory values (named), or only one of model and data taken from a recording.
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)}: mandatory, but no value given")
     plain: Any = OmegaConf.to_container(config, resolve=True)
-    selection = dict(plain["selection"])
+    replayed = {name: plain[name].get("kind") == "recorded" for name in ("model", "data")}
+    if replayed["model"] and not replayed["data"]:
+        raise ValueError("model=recorded: has only the documents that were recorded; add data=recorded")
+    if replayed["data"] and not replayed["model"]:
+        raise ValueError("data=recorded: takes the documents of a recording; add model=recorded model.path=FOLDER")
+    return plain
+
+
+def read_job(config: DictConfig) -> Job:
+    """Check a composed configuration and turn it into a `Job`.
+
+    Raises:
+        ValueError: what `resolve` raises, a value out of range, or no valid cell at all.
+    """
+    values = resolve(config)
+    if values["objective"] not in METRICS:
+        raise ValueError(f"objective={values['objective']}: must be one of {', '.join(METRICS)}")
+    for key in ("experiment_name", "name"):
+        if not values[key].strip("./"):
+            raise ValueError(f"{key}={values[key]!r}: must name a folder of its own below results_dir")
+    selection = dict(values["selection"])
     pool = selection.pop("candidate")
     if any(value is not None for value in pool.values()):
         selection["candidate"] = _pools(pool)
-    label = scorer_label(plain["scorer"])
+    label = scorer_label(values["scorer"])
     cells, failed = expand(label, **selection)
     if not cells:
         raise ValueError(failed[0]["reason"])
     return Job(
-        config=plain,
-        model=plain["model"],
-        data=plain["data"],
-        scorer=plain["scorer"],
+        config=values,
+        model=values["model"],
+        data=values["data"],
+        scorer=values["scorer"],
         scorer_label=label,
-        measure=plain["measure"],
+        measure=values["measure"],
         cells=tuple(cells),
         failed=tuple(failed),
-        folder=Path(plain["results_dir"]) / plain["experiment_name"] / plain["name"],
-        objective=plain["objective"],
+        folder=Path(values["results_dir"]) / values["experiment_name"] / values["name"],
+        objective=values["objective"],
+        dry_run=values["dry_run"],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from omegaconf import DictConfig
 
 from sparsity_lab import __version__
 from sparsity_lab.activations import ObservableModel
-from sparsity_lab.cells import with_envelope
+from sparsity_lab.cells import Cell, check_cell, with_envelope
 from sparsity_lab.config import Job, read_job
 from sparsity_lab.documents import Documents
-from sparsity_lab.measure import ENVELOPE, measure
-from sparsity_lab.metrics import METRICS
+from sparsity_lab.measurement import ENVELOPE, measure, measured_layers
+from sparsity_lab.models.recorded import RecordedModel
 from sparsity_lab.results import Results, Store, write_table, write_text
 from sparsity_lab.scorers import BASELINES, Scorer
 
@@ -42,6 +43,7 @@ class Workspace:
         self._models: dict[str, ObservableModel] = {}
         self._documents: dict[str, Documents] = {}
         self._passes: dict[str, Results | Exception] = {}
+        self._unable: dict[tuple[str, tuple[Cell, ...]], ValueError] = {}  # (pass, a job's cells) -> what is wrong
 
     @classmethod
     def current(cls, progress: ProgressFactory = _silent) -> Workspace:
@@ -59,23 +61,19 @@ class Workspace:
 
     def model(self, settings: Mapping[str, Any]) -> ObservableModel:
         """Load (once) the model of a job."""
-        from sparsity_lab.models import load_model
-
         key = json.dumps(settings, sort_keys=True)
         if key not in self._models:
-            options = dict(settings)
-            name = options.pop("name")
-            path = options.pop("path", name)
-            log.info("loading model %s", name)
-            more = {} if path == name else {"name": name}
-            self._models[key] = load_model(path, **options, **more) if more else load_model(name, **options)
+            log.info("loading model %s", settings["name"])
+            self._models[key] = _load_model(settings)
         return self._models[key]
 
     def documents(self, settings: Mapping[str, Any], model: ObservableModel, model_key: str) -> Documents:
-        """Cut (once) the documents of a job with the model's tokenizer."""
+        """Cut (once) the documents of a job with the model's tokenizer, or take those of a recording."""
         from sparsity_lab import data
 
         key = json.dumps([dict(settings), model_key], sort_keys=True)
+        if key not in self._documents and isinstance(model, RecordedModel):
+            self._documents[key] = _recorded_documents(settings, model)
         if key not in self._documents:
             options = dict(settings)
             self._documents[key] = data.load(options.pop("name"), model.tokenizer, **options)
@@ -94,16 +92,46 @@ class Workspace:
         first = jobs[0]
         model = self.model(first.model)
         documents = self.documents(first.data, model, json.dumps(first.model, sort_keys=True))
-        scorers = {job.scorer_label: build_scorer(job.scorer, model) for job in jobs}
-        cells = list(dict.fromkeys(cell for job in jobs for cell in job.cells))
-        failed = [cell for job in jobs for cell in job.failed]
+        cells, failed, scorers = self._admit(jobs, model)
+        if isinstance(model, RecordedModel):
+            needs = {name: first.measure[name] for name in ("rows", "seed", "layers", "detail_rows")}
+            model.check(documents, **needs, scorers=[scorer.name for scorer in scorers.values()])
         store = Store(first.folder, provenance(first, model, documents))
         options = dict(first.measure)
         with self.progress(f"{model.name}, {len(documents)} documents") as progress:
-            return measure(
-                model, documents, cells, scorers=scorers, store=store, failed=failed, progress=progress,
-                say=log.warning, **options,
-            )  # fmt: skip
+            try:
+                return measure(
+                    model, documents, cells, scorers=scorers, store=store, failed=failed, progress=progress,
+                    say=log.warning, **options,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                store.set_status("interrupted")
+                raise
+
+    def _admit(
+        self, jobs: Sequence[Job], model: ObservableModel
+    ) -> tuple[list[Cell], list[dict[str, Any]], dict[str, Scorer]]:
+        """What jobs that share a pass want measured: the cells, those that cannot be (with the reason), and label ->
+        scorer. A job that is left without a cell fails alone: see `_unable`."""
+        layers = measured_layers(model, jobs[0].data["length"], jobs[0].measure["layers"])[0]
+        cells: dict[Cell, None] = {}
+        failed = [cell for job in jobs for cell in job.failed]
+        scorers: dict[str, Scorer] = {}
+        for job in jobs:
+            reasons = []
+            for cell in job.cells:
+                try:
+                    check_cell(cell, length=job.data["length"], num_layers=model.num_layers, layers=layers)
+                    if cell.scorer not in scorers:
+                        scorers[cell.scorer] = build_scorer(job.scorer, model)
+                    _check_scorer(scorers[cell.scorer], cell, layers)
+                    cells[cell] = None
+                except ValueError as error:
+                    reasons.append(error)
+                    failed.append({**cell.fields(), "reason": str(error)})
+            if len(reasons) == len(job.cells):
+                self._unable[job.pass_key, job.cells] = reasons[0]
+        return list(cells), failed, scorers
 
     def results(self, job: Job) -> Results:
         """The job's own cells (and their envelope), measured now unless they were before.
@@ -113,7 +141,7 @@ class Workspace:
         """
         if job.pass_key not in self._passes:
             self.measure([job])
-        found = self._passes[job.pass_key]
+        found = self._unable.get((job.pass_key, job.cells)) or self._passes[job.pass_key]
         if isinstance(found, Exception):
             raise found
         cells = set(with_envelope(job.cells, ENVELOPE) if job.measure["envelope"] else job.cells)
@@ -123,23 +151,32 @@ class Workspace:
         def own(about: Mapping[str, Any]) -> bool:
             return json.dumps({name: about[name] for name in names}, sort_keys=True) in mine
 
-        results = found.only(key for key, about in found.cells.items() if own(about))
-        if not any(about["scorer"] == job.scorer_label for about in results.cells.values()):
-            raise ValueError(self._reason(job))
-        return results
+        return found.only(key for key, about in found.cells.items() if own(about))
 
-    def _reason(self, job: Job) -> str:
-        """Why no cell of the job could be measured."""
-        from sparsity_lab.cells import check_cell
 
-        model = self.model(job.model)
-        layers = job.measure["layers"] or sorted(model.windows())
-        for cell in job.cells:
-            try:
-                check_cell(cell, length=job.data["length"], num_layers=model.num_layers, layers=layers)
-            except ValueError as error:
-                return str(error)
-        return "no cell of this job could be measured"
+def _load_model(settings: Mapping[str, Any]) -> ObservableModel:
+    from sparsity_lab.models import hf, load_model
+
+    if settings.get("kind") == "recorded":
+        return RecordedModel(settings["path"], device=settings["device"])
+    return hf.load(**settings) if "path" in settings else load_model(**settings)
+
+
+def _recorded_documents(settings: Mapping[str, Any], model: RecordedModel) -> Documents:
+    """The documents that `data=recorded` asks for."""
+    length = model.manifest["data"]["length"]
+    if settings["length"] != length:
+        raise ValueError(f"data.length={settings['length']}: {model.folder} holds documents of {length} tokens")
+    return model.documents(settings["num_documents"], shard=settings["shard"], num_shards=settings["num_shards"])
+
+
+def _check_scorer(scorer: Scorer, cell: Cell, layers: Sequence[int]) -> None:
+    """Raise ValueError where an indexer cannot serve the layers and the ratio of a cell, before a pass begins."""
+    from sparsity_lab.lightning import Lightning
+
+    if isinstance(scorer, Lightning):
+        for layer in layers:
+            scorer.module(layer, cell.selection.compress_ratio)
 
 
 def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silent) -> tuple[Job, Results]:
@@ -151,7 +188,11 @@ def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silen
         write_table(results.frame(), folder / "summary.csv")
     except Exception as error:
         log.error("%s", error)
-        write_text(folder / "status", f"failed: {error}\n")
+        write_text(folder / "status", f"failed: {str(error) or type(error).__name__}\n")
+        raise
+    except KeyboardInterrupt:
+        log.error("interrupted; the same command goes on from here")
+        write_text(folder / "status", "interrupted\n")
         raise
     write_text(folder / "status", "complete\n")
     return job, results
@@ -160,8 +201,6 @@ def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silen
 def objective(results: Results, job: Job) -> float:
     """The metric `objective` averaged over the job's own cells (not their envelope) and layers, for sweepers."""
     table = results.frame((), resamples=1)
-    if job.objective not in METRICS:
-        raise ValueError(f"objective={job.objective}: must be one of {', '.join(METRICS)}")
     return float(table.loc[table["scorer"] == job.scorer_label, job.objective].mean())
 
 
@@ -174,7 +213,10 @@ def build_scorer(settings: Mapping[str, Any], model: ObservableModel) -> Scorer:
     options = dict(settings)
     name = options.pop("name")
     if name in BASELINES:
-        return BASELINES[name](**options)
+        try:
+            return BASELINES[name](**options)
+        except TypeError as error:
+            raise ValueError(f"scorer.name={name}: does not take the options {options} ({error})") from error
     if name == "lightning":
         from sparsity_lab.lightning import IndexerConfig, Lightning
 
@@ -185,16 +227,24 @@ def build_scorer(settings: Mapping[str, Any], model: ObservableModel) -> Scorer:
 
 def provenance(job: Job, model: ObservableModel, documents: Documents) -> dict[str, Any]:
     """What a manifest says of a run beside its cells."""
-    import numpy
-    import torch
-    import transformers
-
     return {
         "config": job.config,
         "model": {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)},
         "data": documents.source,
         "seed": job.measure["seed"],
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine(),
+        **machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Device, versions and git state of this process."""
+    import numpy
+    import torch
+    import transformers
+
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {
             "sparsity_lab": __version__,
             "python": platform.python_version(),

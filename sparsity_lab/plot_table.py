@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsity_lab.measure import ENVELOPE
+from sparsity_lab.measurement import ENVELOPE
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.results import ORDER, Results
 

@@ -15,7 +15,7 @@ from sparsity_lab import config
 from sparsity_lab.cells import Candidate, Selection
 from sparsity_lab.config import read_job, scorer_label
 from sparsity_lab.lightning import IndexerConfig
-from sparsity_lab.measure import measure
+from sparsity_lab.measurement import measure
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 GIVEN = {"hf": ["model.path=some/model"], "text": ["data.path=x"], "jsonl": ["data.path=x"], "tokens": ["data.path=x"]}

@@ -17,7 +17,7 @@ from tiny_models import FAMILIES
 from sparsity_lab import dense
 from sparsity_lab.activations import LayerActivations
 from sparsity_lab.dense import MASS_UNIT, RowTile, attention_probabilities, per_group, row_tiles
-from sparsity_lab.measure import sample_rows
+from sparsity_lab.measurement import sample_rows
 from sparsity_lab.models import hf
 
 DOCUMENT = "0123456789abcdef"

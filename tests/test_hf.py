@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sparsity_lab.cells import grid
 from sparsity_lab.documents import Document, Documents
-from sparsity_lab.measure import measure
+from sparsity_lab.measurement import measure
 from sparsity_lab.models import hf
 from sparsity_lab.passes import CheckError
 

@@ -14,7 +14,7 @@ import torch
 from fake_model import FakeModel, documents
 
 from sparsity_lab.cells import Candidate, Cell, Selection, grid
-from sparsity_lab.measure import Plan, measure, measured_layers, sample_rows
+from sparsity_lab.measurement import Plan, measure, measured_layers, sample_rows
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.passes import CheckError
 from sparsity_lab.results import Store, load
@@ -339,7 +339,7 @@ def test_ids_are_for_good():
     """A changed id makes every stored result of the past unreachable; only NUMBERS_VERSION may do that."""
     import json
 
-    from sparsity_lab.measure import NUMBERS_VERSION
+    from sparsity_lab.measurement import NUMBERS_VERSION
 
     about = {
         "selection": {

@@ -17,7 +17,7 @@ import pytest
 from fake_model import FakeModel, documents
 
 from sparsity_lab.cells import grid
-from sparsity_lab.measure import measure
+from sparsity_lab.measurement import measure
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.results import (
     KEYS,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparsity_lab.cells import Candidate, Cell, Selection
-from sparsity_lab.measure import measure, sample_rows
+from sparsity_lab.measurement import measure, sample_rows
 from sparsity_lab.metrics import METRICS
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -42,6 +42,7 @@ class FusedLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # heavy imports stay out of module level: Hydra imports every plugin, also for `--help`
         from sparsity_lab import console
+        from sparsity_lab.estimate import describe
         from sparsity_lab.job import Workspace
 
         assert self.config is not None
@@ -50,6 +51,9 @@ class FusedLauncher(Launcher):
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         configs = [self._compose(list(o), initial_job_idx + i) for i, o in enumerate(job_overrides)]
         workspace, passes = Workspace(console.progress), _by_pass(configs)
+        if passes and passes[0][0].dry_run:
+            print(describe([job for jobs in passes for job in jobs]))
+            return [JobReturn(status=JobStatus.COMPLETED) for _ in configs]
         log.info("%d jobs share %d passes", len(configs), len(passes))
         for jobs in passes:
             workspace.measure(jobs)
