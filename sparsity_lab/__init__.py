@@ -22,7 +22,6 @@ _NAMES = {
     "measure": "sparsity_lab.measurement",
     "load": "sparsity_lab.results",
     "collect": "sparsity_lab.results",
-    "record": "sparsity_lab.record",
 }
 _MODULES = ("data", "plot")
 __all__ = ["__version__", *_NAMES, *_MODULES]

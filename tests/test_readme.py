@@ -1,0 +1,81 @@
+"""What the README tells people to type works: command lines compose, scripts know their options, the notebook runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.figure
+import pytest
+from test_config import composed
+from tiny_models import make
+
+import sparsity_lab as sl
+from sparsity_lab.config import read_job, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"(?:^    .*\n|^\n(?=    ))+", README, flags=re.MULTILINE)
+LINES = [line.split("  #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+COMMANDS = [line for line in LINES if line.startswith("python ")]
+LAUNCHERS = ("hydra/launcher=",)
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) > 8
+    assert "make recall" in [line.split("  ")[0] for line in LINES]
+    assert "make test" in [line.split("  ")[0] for line in LINES]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python experiments/")])
+def test_experiment_command(command):
+    _, script, *words = shlex.split(re.sub(r"\bPATH_OR_HUB_NAME\b", "some/model", command))
+    assert (ROOT / script).is_file()
+    overrides = [
+        w for w in words if not w.startswith("-") and not w.startswith(LAUNCHERS) and "hydra.launcher" not in w
+    ]
+    if "recorded" in command:  # what it needs to compose is made by test_record
+        return
+    sweeps = [o.split("=", 1) for o in overrides]
+    first = [f"{key}={value if value.startswith(('[', '{')) else value.split(',')[0]}" for key, value in sweeps]
+    values = composed(*first, name=Path(script).stem)
+    if script.endswith("recall.py"):
+        assert read_job(values).cells
+    else:
+        assert resolve(values)
+
+
+@pytest.mark.parametrize("script", sorted({shlex.split(c)[1] for c in COMMANDS if "analysis/" in c}))
+def test_analysis_script_answers_to_help(script):
+    done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "usage" in done.stdout
+
+
+def test_notebook_block(tmp_path, monkeypatch):
+    block = next(b for b in BLOCKS if "import sparsity_lab as sl" in b)
+    code = "\n".join(line[4:] for line in block.splitlines())
+    for there, here in (
+        ("length=2048", "length=96"),
+        ("source_layer=8", "source_layer=1"),
+        ("[16, 64, 256]", "[4, 8]"),
+    ):
+        assert there in code
+        code = code.replace(there, here)
+    code = code.replace('load_model("smollm2")', f"load_model({str(make('llama', tmp_path))!r})")
+    space: dict = {}
+    exec(code, space)
+    assert space["results"].frame()["coverage"].notna().any()
+    assert isinstance(sl.plot.coverage(space["results"]), matplotlib.figure.Figure)
+    assert callable(sl.measure)
+
+
+def test_every_module_in_the_architecture_exists():
+    listed = re.findall(r"^    ((?:[\w/]+\.py(?:, )?)+)", README, flags=re.MULTILINE)
+    files = {name for group in listed for name in group.split(", ")}
+    assert len(files) > 10
+    for name in files:
+        assert (ROOT / "sparsity_lab" / name).is_file() or (ROOT / name).is_file(), name
