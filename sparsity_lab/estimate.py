@@ -61,7 +61,7 @@ def flops_per_second(device: str) -> float:
     """A quick look at how fast this machine multiplies float32 matrices (bfloat16 on a GPU)."""
     import torch
 
-    from sparsity_lab.models.hf import resolve_device
+    from sparsity_lab.models.loading import resolve_device
 
     where = resolve_device(device)
     size, dtype = (4096, torch.bfloat16) if where.type == "cuda" else (1024, torch.float32)

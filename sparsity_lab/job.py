@@ -155,11 +155,11 @@ class Workspace:
 
 
 def _load_model(settings: Mapping[str, Any]) -> ObservableModel:
-    from sparsity_lab.models import hf, load_model
+    from sparsity_lab.models import load_model, loading
 
     if settings.get("kind") == "recorded":
         return RecordedModel(settings["path"], device=settings["device"])
-    return hf.load(**settings) if "path" in settings else load_model(**settings)
+    return loading.load(**settings) if "path" in settings else load_model(**settings)
 
 
 def _recorded_documents(settings: Mapping[str, Any], model: RecordedModel) -> Documents:

@@ -18,7 +18,7 @@ from sparsity_lab import dense
 from sparsity_lab.activations import LayerActivations
 from sparsity_lab.dense import MASS_UNIT, RowTile, attention_probabilities, per_group, row_tiles
 from sparsity_lab.measurement import sample_rows
-from sparsity_lab.models import hf
+from sparsity_lab.models import loading
 
 DOCUMENT = "0123456789abcdef"
 KINDS: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def test_large_logits_and_extreme_sinks_stay_finite() -> None:
 def test_against_the_models_own_weights(family: str, tmp_path: Path) -> None:
     """What an eager model itself returns as its attention weights, every layer, sliding ones too."""
     length = 50
-    model = hf.load(str(tiny_models.make(family, tmp_path)), attn_implementation="eager", device="cpu")
+    model = loading.load(str(tiny_models.make(family, tmp_path)), attn_implementation="eager", device="cpu")
     with torch.inference_mode():
         own = model.model(input_ids=tiny_models.tokens(length), output_attentions=True).attentions
     seen = []

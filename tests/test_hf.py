@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from sparsity_lab.cells import grid
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.measurement import measure
-from sparsity_lab.models import hf
+from sparsity_lab.models import hf, loading
 from sparsity_lab.passes import CheckError
 
 LENGTH = 60
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def load(folder: Path, attention: str | None = None, **options: Any) -> hf.HFModel:
-    return hf.load(str(folder), device="cpu", attn_implementation=attention, **options)
+    return loading.load(str(folder), device="cpu", attn_implementation=attention, **options)
 
 
 def llama(folder: Any) -> hf.HFModel:
@@ -311,26 +311,26 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def test_load_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hf.load(str(folder))
+    model = loading.load(str(folder))
     assert model.name == "copy"
     assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert model.tokenizer("attention")["input_ids"]
     monkeypatch.chdir(folder)
-    assert hf.load(".").name == "copy"
-    assert hf.load(".", name="mine").name == "mine"
+    assert loading.load(".").name == "copy"
+    assert loading.load(".", name="mine").name == "mine"
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert hf.load("~/copy").fingerprint == model.fingerprint
+    assert loading.load("~/copy").fingerprint == model.fingerprint
 
 
 def test_load_gguf(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     source = tiny_models.write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "config.json").write_text("{}")  # of something else; the GGUF brings its own
-    model = hf.load(str(tmp_path / "tiny.gguf"), device="cpu")
+    model = loading.load(str(tmp_path / "tiny.gguf"), device="cpu")
     assert (model.name, model.num_layers, model.num_kv_heads) == ("tiny", 3, 2)
     assert torch.equal(logits_of(model.model), logits_of(source))
     assert model.tokenizer.decode(model.tokenizer("def attention(query)")["input_ids"]) == "def attention(query)"
-    again = hf.load(str(tmp_path), gguf_file="tiny.gguf", device="cpu")
+    again = loading.load(str(tmp_path), gguf_file="tiny.gguf", device="cpu")
     assert again.fingerprint == model.fingerprint
     assert measure(model, documents(), recency()).tallies["layer"].max() == 2
 
@@ -343,22 +343,22 @@ def test_bad_gguf(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("not a GGUF file")
     for name in ("half", "text"):
         with pytest.raises(ValueError, match=rf"model.path=.*{name}.gguf: could not be loaded"):
-            hf.load(str(tmp_path / f"{name}.gguf"))
+            loading.load(str(tmp_path / f"{name}.gguf"))
     with pytest.raises(ValueError, match=r"model.gguf_file=other.gguf: not in .*; GGUF files there: half.gguf, text"):
-        hf.load(str(tmp_path), gguf_file="other.gguf")
+        loading.load(str(tmp_path), gguf_file="other.gguf")
     with pytest.raises(ValueError, match=r"leave model.gguf_file=tiny.gguf out"):
-        hf.load(str(whole), gguf_file="tiny.gguf")
+        loading.load(str(whole), gguf_file="tiny.gguf")
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "a/b/c", "missing.gguf"])
 def test_missing_path(path: str) -> None:
     with pytest.raises(ValueError, match=rf"model.path={path}: no such file or folder"):
-        hf.load(path)
+        loading.load(path)
 
 
 def test_file_that_is_no_gguf(folder: Path) -> None:
     with pytest.raises(ValueError, match="is a file, but no GGUF"):
-        hf.load(str(folder / "config.json"))
+        loading.load(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_file_that_is_no_gguf(folder: Path) -> None:
 )
 def test_bad_options(folder: Path, option: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hf.load(str(folder), **{option: value})
+        loading.load(str(folder), **{option: value})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -382,7 +382,7 @@ def test_dtype(folder: Path, dtype: str) -> None:
     assert load(folder, dtype=dtype).dtype == getattr(torch, dtype)
     edit_config(folder, dtype=dtype)
     assert load(folder, dtype="auto").dtype == torch.float32  # on a CPU
-    assert hf.resolve_dtype("auto", torch.device("cuda")) == "auto"
+    assert loading.resolve_dtype("auto", torch.device("cuda")) == "auto"
 
 
 @pytest.mark.parametrize("family", EAGER_ONLY)
@@ -408,7 +408,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({**weights, "payload": Payload(tmp_path / "marker")}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"model.path=.*could not be loaded as a causal LM from safetensors or GGUF"):
-        hf.load(str(folder))
+        loading.load(str(folder))
     assert not (tmp_path / "marker").exists()
 
 
@@ -452,26 +452,26 @@ def test_damaged_folder(folder: Path) -> None:
 
 
 def test_fingerprint(folder: Path) -> None:
-    first = hf.fingerprint(str(folder))
+    first = loading.fingerprint(str(folder))
     renamed = folder.rename(folder.parent / "renamed")
-    assert hf.fingerprint(str(renamed)) == first
+    assert loading.fingerprint(str(renamed)) == first
     assert load(renamed).fingerprint == first
     weights = load_file(renamed / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][5, 7] += 1e-3
     save_file(weights, renamed / "model.safetensors", metadata={"format": "pt"})
-    second = hf.fingerprint(str(renamed))
+    second = loading.fingerprint(str(renamed))
     edit_config(renamed, rope_theta=20000.0)
-    assert len({first, second, hf.fingerprint(str(renamed))}) == 3
+    assert len({first, second, loading.fingerprint(str(renamed))}) == 3
 
 
 HUB = """
 import json, sys, time
-from sparsity_lab.models import hf
+from sparsity_lab.models import hf, loading
 out = []
 for path, options in json.loads(sys.argv[1]):
     started = time.perf_counter()
     try:
-        model = hf.load(path, device="cpu", **options)
+        model = loading.load(path, device="cpu", **options)
         said = [model.name, model.fingerprint]
     except ValueError as error:
         said = [str(error)]

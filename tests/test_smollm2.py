@@ -31,7 +31,7 @@ SETS = {"recall", "pool_recall", "in_pool_recall"}
 @pytest.fixture(scope="module")
 def model():
     from sparsity_lab.assets import AssetError, smollm2_folder
-    from sparsity_lab.models.hf import load
+    from sparsity_lab.models.loading import load
 
     try:
         folder = smollm2_folder()

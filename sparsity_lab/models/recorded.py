@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsity_lab.activations import LayerActivations, LeftOut, Observer
 from sparsity_lab.documents import Document, Documents
-from sparsity_lab.models.hf import resolve_device
+from sparsity_lab.models.loading import resolve_device
 
 SCHEMA = 1
 METADATA_KEY = "sparsity_lab_recording"
