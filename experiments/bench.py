@@ -6,6 +6,7 @@ python experiments/bench.py lengths=[] cases=[forward,cells_1]
 
 from __future__ import annotations
 
+import datetime
 import sys
 import tempfile
 from pathlib import Path
@@ -39,7 +40,8 @@ def main(cfg: DictConfig) -> None:
     for name, value in summary.items():
         print(f"{value:8.2f}  {name}")
     if job["record"]:
-        about = {"command": " ".join(["python", "experiments/bench.py", *sys.argv[1:]]), **machine(), "config": job}
+        about = {"command": " ".join(["python", "experiments/bench.py", *sys.argv[1:]]), **machine()}
+        about |= {"date": datetime.date.today().isoformat(), "config": job}
         benchmark.write_record(Path(job["record"]), rows, summary, about)
 
 

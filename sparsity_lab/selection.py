@@ -170,6 +170,6 @@ def select_topk(scores: Tensor, topk: int, *, pool: Tensor | None = None, offset
     picks = order_positions(scores, topk)
     last = scores.shape[-1]
     picks = picks.masked_fill(picks < 0, last).sort(dim=-1).values
-    if not 0 <= offset <= torch.iinfo(torch.int32).max - last:
+    if offset < 0 or offset + last - 1 > torch.iinfo(torch.int32).max:
         raise ValueError(f"offset={offset}: with {last} positions the indices must fit into int32")
     return torch.where(picks == last, -1, picks + offset).int()

@@ -87,7 +87,7 @@ def recording(tmp_path: Path) -> Path:
 def test_replay_gives_the_bits_of_the_live_run(family: str, tmp_path: Path) -> None:
     model, documents = hf_model(family), token_documents()
     live = run(model, documents)
-    replayed = RecordedModel(make(tmp_path / "r", model, documents))
+    replayed = RecordedModel(make(tmp_path / "r", model, documents), device="cpu")
     found = run(replayed, replayed.documents())
     assert found.cells == live.cells
     full = [layer for layer, window in tiny_models.windows(family).items() if window is None]
@@ -102,7 +102,7 @@ def test_replay_in_half_precision(family: str, tmp_path: Path) -> None:
     model.model.to(torch.bfloat16)
     which = grid("mean_key", topk=4, compress_ratio=[1, 4])
     live = run(model, documents, which, detail_rows=4)
-    replayed = RecordedModel(make(tmp_path / "r", model, documents))
+    replayed = RecordedModel(make(tmp_path / "r", model, documents), device="cpu")
     assert replayed.dtype == torch.bfloat16
     found = run(replayed, replayed.documents(), which, detail_rows=4)
     pd.testing.assert_frame_equal(found.tallies, live.tallies, check_exact=True)
@@ -112,7 +112,7 @@ def test_replay_of_pools_layers_and_tiles(tmp_path: Path) -> None:
     """Chosen layers, whose cells are those of a live run on the same layers; and tiles of any size."""
     model, documents = FakeModel(num_layers=5), fake_documents(2, LENGTH)
     live = run(model, documents, layers=[1, 2, 4])
-    replayed = RecordedModel(make(tmp_path / "r", model, documents, layers=[4, 1, 2]))
+    replayed = RecordedModel(make(tmp_path / "r", model, documents, layers=[4, 1, 2]), device="cpu")
     found = run(replayed, replayed.documents(), row_tile=7)
     assert found.cells == live.cells
     for column in live.tallies.columns:
@@ -140,7 +140,7 @@ def test_replay_of_windows_as_long_as_the_documents(tmp_path: Path) -> None:
     model = FakeModel(sliding={0: LENGTH, 1: LENGTH + 50, 2: 10}, softcap=4.0, sink=True)
     documents = fake_documents(1, LENGTH)
     live = run(model, documents)
-    replayed = RecordedModel(make(tmp_path / "r", model, documents))
+    replayed = RecordedModel(make(tmp_path / "r", model, documents), device="cpu")
     assert replayed.windows() == {0: LENGTH, 1: LENGTH + 50, 3: None}
     seen: list[LayerActivations] = []
     replayed.observe(documents[0].tokens.unsqueeze(0), seen.append, replayed.layers)
@@ -152,7 +152,7 @@ def test_replay_of_windows_as_long_as_the_documents(tmp_path: Path) -> None:
 
 def test_a_recording_of_all_rows_serves_any_rows_and_seed(tmp_path: Path) -> None:
     model, documents = FakeModel(), fake_documents(1, LENGTH)
-    replayed = RecordedModel(make(tmp_path / "r", model, documents, rows=None))
+    replayed = RecordedModel(make(tmp_path / "r", model, documents, rows=None), device="cpu")
     for options in ({"rows": 9, "seed": 1}, {"rows": 17, "seed": 2}, {"rows": None, "seed": 0}):
         replayed.check(replayed.documents(), layers=None, detail_rows=4, **options)
         live, found = run(model, documents, **options), run(replayed, replayed.documents(), **options)
@@ -206,9 +206,9 @@ def test_files_hold_the_sampled_rows_and_nothing_else(tmp_path: Path) -> None:
 def test_another_type_of_device_is_another_source(recording: Path) -> None:
     """Numbers replayed elsewhere are not those of a live run there, so their cells must get other ids."""
     manifest = read_recording(recording)
-    here = RecordedModel(recording)
+    here = RecordedModel(recording, device="cpu")
     (recording / "manifest.json").write_text(json.dumps({**manifest, "device": "elsewhere"}))
-    there = RecordedModel(recording)
+    there = RecordedModel(recording, device="cpu")
     assert there.documents().source == {**here.documents().source, "recorded_on": "elsewhere"}
     which = grid("recency", topk=4)
     assert set(run(here, here.documents(), which).cells).isdisjoint(run(there, there.documents(), which).cells)
