@@ -79,8 +79,10 @@ def _case(case: str, job: dict[str, Any], length: int) -> dict[str, Any]:
         cells = bench_cells(20)
         run = lambda: eager_script(model.model, [d.tokens for d in documents], cells)  # noqa: E731
     else:
-        cells = bench_cells(int(case.removeprefix("cells_")))
-        run = lambda: _measure(model, documents, cells, job["measure"])  # noqa: E731
+        kind, count = case.rsplit("_", 1)
+        cells = bench_cells(int(count))
+        how = {**job["measure"], "checks": kind != "unchecked"}
+        run = lambda: _measure(model, documents, cells, how)  # noqa: E731
     seconds = timed(run, 1 if case == "eager_script" else job["repeats"], model.device)
     out = {"case": case, "length": length, "documents": len(documents), "cells": len(cells), "seconds": seconds}
     out["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -175,6 +177,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], length: int) -> dict[str, float]:
     put("20 cells / 1 cell, time", ("cells_20", "seconds"), ("cells_1", "seconds"))
     put("200 cells / 1 cell, time", ("cells_200", "seconds"), ("cells_1", "seconds"))
     put("200 cells / 1 cell, peak memory", ("cells_200", "peak_mib"), ("cells_1", "peak_mib"))
+    put("200 cells with / without run-time checks, time", ("cells_200", "seconds"), ("unchecked_200", "seconds"))
     if "jobs_basic" in at:
         one_by_one = 200 / at["jobs_basic"]["jobs"]
         put(

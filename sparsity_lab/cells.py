@@ -13,11 +13,16 @@ from typing import Any
 from sparsity_lab.dense import SHARES
 
 
+LARGEST = 2**30  # ranks are int32
+
+
 def _whole(key: str, value: Any, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{key}={value!r}: must be a whole number")
     if value < low:
         raise ValueError(f"{key}={value}: must be at least {low}")
+    if value > LARGEST:
+        raise ValueError(f"{key}={value}: must be at most {LARGEST}")
     return value
 
 

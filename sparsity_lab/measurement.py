@@ -46,6 +46,8 @@ def measured_layers(model: ObservableModel, length: int, layers: Sequence[int] |
     """(layers to measure, layers that do not apply because their sliding window is shorter than the documents)."""
     windows = model.windows()
     wanted = sorted(windows) if layers is None else sorted(set(layers))
+    if not wanted:
+        raise ValueError("measure.layers=[]: name at least one layer, or null for all")
     unknown = [layer for layer in wanted if layer not in windows]
     if unknown:
         raise ValueError(f"measure.layers={unknown}: the model has attention layers {sorted(windows)}")
@@ -217,6 +219,8 @@ def measure(
         raise ValueError(failed[0]["reason"] if failed else "no cells to measure")
     if plan.skipped_layers:
         say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens")
+    if row_tile is not None and row_tile < 1:
+        raise ValueError(f"measure.row_tile={row_tile}: must be at least 1, or null for as many as fit")
     tile = row_tile or default_tile(model.num_heads, length)
     run = _Run(model, plan, tile, checks, progress, say)
     if store is None:
@@ -229,7 +233,7 @@ def measure(
             store.add(run.document(document, todo[document.id]))
         return store.finish().only(plan.cells, [d.id for d in documents])
     except BaseException as error:
-        store.set_status(f"failed: {error or type(error).__name__}")
+        store.set_status(f"failed: {str(error) or type(error).__name__}")
         raise
 
 

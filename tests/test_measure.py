@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_model import FakeModel, documents
 
+from sparsity_lab import measurement
 from sparsity_lab.cells import Candidate, Cell, Selection, grid
 from sparsity_lab.measurement import Plan, measure, measured_layers, sample_rows
 from sparsity_lab.metrics import METRICS
@@ -482,3 +483,24 @@ def test_the_same_document_twice_counts_once(tmp_path):
 def test_every_baseline_runs_with_its_defaults():
     results = measure(FakeModel(), documents(1, LENGTH), [cell(name) for name in BASELINES], rows=8)
     assert {c["scorer"] for c in results.cells.values()} == set(BASELINES)
+
+
+def test_out_of_device_memory_halves_the_row_tile_and_goes_on():
+    """What a GPU raises when the probabilities of a tile do not fit, here for any tile above 5 rows."""
+    model, docs, heard = FakeModel(num_layers=2), documents(2), []
+    right = measurement.row_tiles
+
+    def short_of_memory(acts, rows, tile, *rest):
+        if tile > 5:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return right(acts, rows, tile, *rest)
+
+    cells = [Cell("recency", Selection(topk=3))]
+    wanted = measure(model, docs, cells, rows=24)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurement, "row_tiles", short_of_memory)
+        found = measure(model, docs, cells, rows=24, say=heard.append)
+    assert [text for text in heard if "memory" in text] == [
+        f"out of device memory: going on with measure.row_tile={tile}" for tile in (12, 6, 3)
+    ]
+    assert found.tallies.equals(wanted.tallies)

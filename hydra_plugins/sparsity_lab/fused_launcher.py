@@ -35,6 +35,7 @@ class FusedLauncher(Launcher):
         self.config: DictConfig | None = None
         self.task_function: TaskFunction | None = None
         self.hydra_context: HydraContext | None = None
+        self.workspace: Any = None  # kept from batch to batch of a sweeper, so that a model is loaded once
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
@@ -50,7 +51,8 @@ class FusedLauncher(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         configs = [self._compose(list(o), initial_job_idx + i) for i, o in enumerate(job_overrides)]
-        workspace, passes = Workspace(console.progress), _by_pass(configs)
+        self.workspace = workspace = self.workspace or Workspace(console.progress)
+        passes = _by_pass(configs)
         if passes and passes[0][0].dry_run:
             print(describe([job for jobs in passes for job in jobs]))
             return [JobReturn(status=JobStatus.COMPLETED) for _ in configs]
@@ -95,7 +97,7 @@ def _by_pass(configs: Sequence[DictConfig]) -> list[list[Any]]:
             del task["hydra"]
         try:
             job = read_job(task)
-        except ValueError:
+        except Exception:  # whatever it is, it comes up again where the job's own log and status tell it
             continue
         groups.setdefault(job.pass_key, []).append(job)
     return list(groups.values())

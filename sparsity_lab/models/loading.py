@@ -103,13 +103,15 @@ def resolve_device(device: str) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device}: not a torch device (auto, cpu, cuda, cuda:0, ...)") from error
+        raise ValueError(f"model.device={device}: not a torch device (auto, cpu, cuda, cuda:0, ...)") from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device}: this machine has no usable CUDA device; use device=auto or device=cpu")
+        raise ValueError(
+            f"model.device={device}: this machine has no usable CUDA device; use device=auto or device=cpu"
+        )
     try:
         torch.zeros(1, device=where).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device={device}: not usable on this machine ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"model.device={device}: not usable on this machine ({str(error).splitlines()[0]})") from error
     return where
 
 
@@ -118,7 +120,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> Any:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={dtype}: must be auto, float32, bfloat16 or float16")
+        raise ValueError(f"model.dtype={dtype}: must be auto, float32, bfloat16 or float16")
     return getattr(torch, dtype)
 
 
