@@ -12,7 +12,6 @@ from typing import Any
 
 from sparsity_lab.dense import SHARES
 
-
 LARGEST = 2**30  # ranks are int32
 
 
