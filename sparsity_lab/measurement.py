@@ -14,9 +14,10 @@ from torch import Tensor
 from sparsity_lab import __version__
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.cells import Cell, cell_id, check_cell, with_envelope
+from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import default_tile, reconstruction_error, row_tiles
 from sparsity_lab.documents import Document, Documents
-from sparsity_lab.passes import CheckError, DocumentPass, Tally
+from sparsity_lab.passes import DocumentPass, Tally
 from sparsity_lab.results import Results, Store, merge, tally_frame
 from sparsity_lab.scorers import BASELINES, Scorer
 

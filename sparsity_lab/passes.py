@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsity_lab import metrics
 from sparsity_lab.cells import Candidate, Cell
+from sparsity_lab.checks import check_selections
 from sparsity_lab.dense import RowTile
 from sparsity_lab.metrics import METRICS, NAN, Truth
 from sparsity_lab.scorers import Scorer
@@ -25,9 +26,6 @@ from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank
 # Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
 # bits whatever the order of rows, documents and shards.
 VALUE_UNIT = 2.0**-36
-# float32: a softmax row sums to 1 only within about 1e-6, and positions it ranks equal may differ in exact mass
-CHECK_SLACK = 1e-5
-DENSE_SLACK = 1e-4  # relative output error of float32 sums in another order
 
 
 class Variant(NamedTuple):
@@ -38,10 +36,6 @@ class Variant(NamedTuple):
     scorer: str
     sinks: int
     excluded_window: int | None
-
-
-class CheckError(RuntimeError):
-    """An invariant of DESIGN §2 does not hold: a bug, or a model that is not what it says."""
 
 
 def variant_of(cell: Cell) -> Variant:
@@ -241,10 +235,9 @@ class DocumentPass:
         values = torch.stack([found.get(name, missing) for name in METRICS])
         ks = torch.tensor(budgets, device=order.device).unsqueeze(-1)
         if self.checks:
-            outside = torch.stack(
-                [self._outside(tile, variant, one, pool) for one, pool in zip(order, pools, strict=True)]
-            )
-            self._check(tile, pools, order, outside, true, values, ks)
+            ranks = [None if p is None else self._ranks(tile, variant, p) for p in pools]
+            examples = {p: self.cells[members[0]] for p, members in pools.items()}
+            check_selections(tile, examples, ranks, order, true, values, budgets)
         at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]
         at_pool = [p for p, members in enumerate(pools.values()) for _ in members]
         self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, (at_k, at_pool))
@@ -253,54 +246,3 @@ class DocumentPass:
         if self.detail_rows is None:
             return None
         return metrics.detail(tile, variant.share, variant.ratio, self.detail_rows)
-
-    def _outside(self, tile: RowTile, variant: Variant, order: Tensor, pool: Candidate | None) -> Tensor:
-        """Whether a selection holds positions outside its pool, bool [g, R]."""
-        if pool is None:
-            return torch.zeros(order.shape[:-1], dtype=torch.bool, device=order.device)
-        ranks = self._ranks(tile, variant, pool).gather(-1, order.clamp(min=0) // pool.block_size)
-        return ((ranks >= pool.topk_blocks) & (order >= 0)).any(-1)
-
-    def _check(
-        self,
-        tile: RowTile,
-        pools: Mapping[Candidate | None, Sequence[int]],
-        order: Tensor,
-        outside: Tensor,
-        true: Truth,
-        values: Tensor,
-        ks: Tensor,
-    ) -> None:
-        """Invariants of every selection, whatever the scorer (DESIGN §2). values [metric, K, P, g, R]; outside bool
-        [P, g, R]: something that is not in the pool is selected."""
-        named = dict(zip(METRICS, values, strict=True))
-        examples = [self.cells[members[0]] for members in pools.values()]
-        free = [
-            p is None and not c.selection.exclude_window and not c.selection.sinks
-            for p, c in zip(pools, examples, strict=True)
-        ]
-        best = [f and c.scorer == "oracle" for f, c in zip(free, examples, strict=True)]
-        must_be_full = (true.visible <= ks)[:, None, None] & _flags(free, ks) | _flags(best, ks)
-        shares = values[: METRICS.index("output_error")]
-        fewer = torch.cat([named["coverage"][:1], named["coverage"][:-1]])
-        dense = must_be_full & (true.visible <= ks)[:, None, None] & (tile.length == true.mass.shape[-1] - 1)
-        for what, bad in (
-            ("a future position is selected", (order >= true.visible.unsqueeze(-1)).any(-1).expand_as(named["recall"])),
-            ("a position outside the pool is selected", outside.expand_as(named["recall"])),
-            ("coverage is above the oracle's", named["coverage"] > named["oracle_coverage"] + CHECK_SLACK),
-            ("recall is below 1 though it must be full", must_be_full & (named["recall"] < 1)),
-            ("coverage falls with k", named["coverage"] < fewer),
-            ("everything is attended and yet the output differs", dense & (named["output_error"] > DENSE_SLACK)),
-            ("a share lies outside 0..1", ((shares < 0) | (shares > 1 + CHECK_SLACK)).any(0)),
-        ):
-            if bad.any():
-                k, pool, group, row = (int(x) for x in bad.nonzero()[0])
-                raise CheckError(
-                    f"{what}: layer {tile.acts.layer}, row {int(tile.rows[row])}, group {group}, "
-                    f"k {int(ks[k])}, cell {examples[pool].label()}"
-                )
-
-
-def _flags(values: Sequence[bool], like: Tensor) -> Tensor:
-    """One flag a pool, [1, P, 1, 1]."""
-    return torch.tensor(values, device=like.device).view(1, -1, 1, 1)

@@ -239,7 +239,7 @@ def die_at_write(number: int, late: bool) -> None:
 def break_attention() -> None:
     """The check of the model's attention finds a difference."""
     from sparsity_lab import measurement
-    from sparsity_lab.passes import CheckError
+    from sparsity_lab.checks import CheckError
 
     def broken(*_: Any) -> None:
         raise CheckError("layer 0: attention rebuilt differs")

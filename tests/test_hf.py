@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sparsity_lab.cells import grid
+from sparsity_lab.checks import CheckError
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.measurement import measure
 from sparsity_lab.models import hf, loading
-from sparsity_lab.passes import CheckError
 
 LENGTH = 60
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

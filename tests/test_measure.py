@@ -15,9 +15,9 @@ from fake_model import FakeModel, documents
 
 from sparsity_lab import measurement
 from sparsity_lab.cells import Candidate, Cell, Selection, grid
+from sparsity_lab.checks import CheckError
 from sparsity_lab.measurement import Plan, measure, measured_layers, sample_rows
 from sparsity_lab.metrics import METRICS
-from sparsity_lab.passes import CheckError
 from sparsity_lab.results import Store, load
 from sparsity_lab.scorers import BASELINES, MeanKey, Oracle, Quest
 

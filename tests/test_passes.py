@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from sparsity_lab import metrics, passes
 from sparsity_lab.cells import Candidate, Cell, Selection, expand
+from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import RowTile
 from sparsity_lab.metrics import METRICS
-from sparsity_lab.passes import CheckError, bucket_of, num_buckets
+from sparsity_lab.passes import bucket_of, num_buckets
 from sparsity_lab.scorers import BASELINES
 
 LENGTH = 29

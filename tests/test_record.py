@@ -23,13 +23,13 @@ from tiny import tiny_tokenizer
 from sparsity_lab import record as record_module
 from sparsity_lab.activations import LayerActivations
 from sparsity_lab.cells import Cell, grid
+from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import attention_probabilities
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.lightning import Lightning
 from sparsity_lab.measurement import measure, sample_rows
 from sparsity_lab.models.hf import HFModel
 from sparsity_lab.models.recorded import RecordedModel, RecordingError, read_recording
-from sparsity_lab.passes import CheckError
 from sparsity_lab.record import amount, record
 from sparsity_lab.results import Results, collect, merge_results
 
