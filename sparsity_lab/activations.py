@@ -97,6 +97,7 @@ class ObservableModel(Protocol):
 
     name: str
     fingerprint: str  # of everything that changes its outputs: weights, config
+    attention: str  # how it computes attention (sdpa, eager ...): the last bits differ
     num_layers: int
     num_heads: int
     num_kv_heads: int

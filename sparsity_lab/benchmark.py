@@ -143,8 +143,15 @@ def _plain_cell(mass: Tensor, ratio: int, topk: int) -> dict[str, float]:
     return {"recall": float(recall.mean()), "coverage": float(kept.mean())}
 
 
+def data_needs_a_path(job: Mapping[str, Any]) -> bool:
+    """Whether the job's data is not one of those that ship with Python."""
+    return job["data"]["name"] not in ("pydoc", "stdlib")
+
+
 def run_jobs(launcher: str, job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The real command line: a sweep of `job["jobs"]` one-cell jobs; seconds of wall time, start and load included."""
+    if job["model"]["name"] != "smollm2" or data_needs_a_path(job):
+        raise ValueError(f"cases=jobs_{launcher}: only for model=smollm2 on data=pydoc or stdlib; leave it out")
     topk = ",".join(str(16 * (i + 1)) for i in range(job["jobs"]))
     data, measure = job["data"], job["measure"]
     command = [
@@ -160,6 +167,9 @@ def run_jobs(launcher: str, job: Mapping[str, Any], folder: Path) -> dict[str, A
         f"measure.detail_rows={measure['detail_rows']}",
         "selection.compress_ratio=1",
         f"selection.topk={topk}",
+        "selection.candidate.source_layer=8",
+        "selection.candidate.topk_blocks=64",
+        "selection.candidate.block_size=8",
     ]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)

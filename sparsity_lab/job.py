@@ -86,7 +86,7 @@ class Workspace:
         try:
             self._passes[key] = self._measure(jobs)
         except Exception as error:
-            self._passes[key] = error
+            self._passes[key] = error.with_traceback(None)  # its frames hold the pass's tensors
 
     def _measure(self, jobs: Sequence[Job]) -> Results:
         first = jobs[0]

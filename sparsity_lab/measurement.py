@@ -90,6 +90,7 @@ class Plan:
         self.context: dict[str, Any] = {
             "numbers": NUMBERS_VERSION,
             "model": model.fingerprint,
+            "attention": model.attention,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
             "data": dict(source),
@@ -218,6 +219,8 @@ def measure(
         say(f"cell cannot be measured: {cell['reason']}")
     if not plan.cells:
         raise ValueError(failed[0]["reason"] if failed else "no cells to measure")
+    if all(c.selection.topk >= length // c.selection.compress_ratio for c in plan.cells.values()):
+        say(f"every row is saturated: all cells select everything that {length} tokens show")
     if plan.skipped_layers:
         say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens")
     if row_tile is not None and row_tile < 1:

@@ -130,7 +130,10 @@ def describe(
         kept, _ = measured_layers(model, length, layers)
     except ValueError as error:
         raise ValueError(str(error).replace("measure.layers", "record.layers")) from error
-    about = {name: getattr(model, name) for name in ("name", "fingerprint", "num_layers", "num_heads", "num_kv_heads")}
+    about = {
+        name: getattr(model, name)
+        for name in ("name", "fingerprint", "attention", "num_layers", "num_heads", "num_kv_heads")
+    }
     about |= {"hidden_size": model.hidden_size, "max_length": model.max_length}
     about |= {"dtype": str(model.dtype).removeprefix("torch."), "windows": model.windows()}
     header = {

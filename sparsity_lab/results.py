@@ -356,12 +356,14 @@ def merge_results(parts: Sequence[Results]) -> Results:
 
 
 def collect(path: str | os.PathLike[str]) -> Results:
-    """Merge every results folder at or below `path`, for example the shards of a run.
+    """Merge every results folder at or below `path` that holds tallies, for example the shards of a run.
 
     Raises:
         ResultsError: none there, or one that cannot be read.
     """
     folders = sorted(manifest.parent for manifest in Path(path).rglob("manifest.json"))
-    if not folders:
-        raise ResultsError(f"{path}: no results here or below (no manifest.json)")
-    return merge_results([load(folder) for folder in folders])
+    measured = [f for f in folders if (f / "tallies.parquet").exists() or any((f / "parts").glob("*.parquet"))]
+    if not measured:
+        begun = f"; begun but empty: {', '.join(map(str, folders))}" if folders else ""
+        raise ResultsError(f"{path}: nothing measured here or below{begun}")
+    return merge_results([load(folder) for folder in measured])

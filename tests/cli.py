@@ -121,7 +121,8 @@ def run(folder: Path, *args: str, timeout: float = 120, **options: Any) -> Run:
 
 
 def _command(script: str, args: Sequence[str], folder: str, prepare: Callable[[], None] | None) -> None:
-    """In the forked process."""
+    """In the forked process. A shell that runs tests in the background ignores SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for number, stream in ((1, "stdout"), (2, "stderr")):

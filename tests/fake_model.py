@@ -44,6 +44,7 @@ class FakeModel:
     max_length: int | None = 4096
     name: str = "fake"
     fingerprint: str = "fa4e"
+    attention: str = "plain"
     dtype: torch.dtype = torch.float32
     hidden_size: int = 24
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

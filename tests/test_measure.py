@@ -303,6 +303,7 @@ CHANGES = {
     "scorer": {"cells": [cell("mean_key")]},
     "scorer's options": {"cells": [cell("q")], "scorers": {"q": Quest("logit")}},
     "weights": {"model": FakeModel(fingerprint="other")},
+    "attention": {"model": FakeModel(attention="eager")},
     "dtype": {"model": FakeModel(dtype=torch.bfloat16)},
     "device": {"model": FakeModel(device=torch.device("meta"))},
     "length": {"length": 41},
@@ -349,7 +350,7 @@ def test_ids_are_for_good():
         },
         "scorer": {"name": "quest", "head_reduction": "softmax"},
         "pass": {
-            "numbers": NUMBERS_VERSION, "model": "fa4e", "dtype": "float32", "device": "cpu",
+            "numbers": NUMBERS_VERSION, "model": "fa4e", "attention": "plain", "dtype": "float32", "device": "cpu",
             "data": {"name": "random", "length": LENGTH, "seed": 0}, "rows": 128, "seed": 0, "layers": [0, 1, 2, 3],
             "detail_rows": 16,
         },

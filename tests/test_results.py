@@ -402,7 +402,7 @@ def test_collect_finds_every_folder_below(tmp_path):
     found = collect(tmp_path)
     assert set(found.tallies.document) == {"d0", "d1", "d2"}
     assert set(found.cells) == {"a", "b"}
-    with pytest.raises(ResultsError, match="no results here or below"):
+    with pytest.raises(ResultsError, match="nothing measured here or below"):
         collect(tmp_path / "x/one/parts")
     with pytest.raises(ResultsError, match="no results to merge"):
         merge_results([])

@@ -29,6 +29,7 @@ class HFModel:
         self.tokenizer = tokenizer
         self.name = name
         self.fingerprint = fingerprint
+        self.attention: str = self.model.config._attn_implementation or "eager"
         config = self.model.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads

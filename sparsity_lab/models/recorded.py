@@ -112,6 +112,7 @@ class RecordedModel:
         about = self.manifest["model"]
         self.name: str = about["name"]
         self.fingerprint: str = about["fingerprint"]
+        self.attention: str = about["attention"]
         self.dtype: torch.dtype = getattr(torch, about["dtype"])
         self.num_layers: int = about["num_layers"]
         self.num_heads: int = about["num_heads"]
