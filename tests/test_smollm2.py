@@ -164,3 +164,17 @@ def test_oracle_coverage_of_the_early_trial(model, document):
     cells = [Cell("oracle", Selection(1, TOPK))]
     frame = measure(model, document, cells, rows=128, layers=LAYERS, envelope=False, detail_rows=0).frame()
     assert frame.set_index("layer")["coverage"].to_dict() == pytest.approx({0: 0.33, 3: 0.88, 18: 0.96}, abs=0.05)
+
+
+def test_ten_of_200_cells_alone_are_the_same_to_the_last_bit(model):
+    from sparsity_lab.benchmark import bench_cells
+    from sparsity_lab.data import pydoc
+
+    docs, layers = pydoc(model.tokenizer, num_documents=1, length=512), [0, 4, 8, 12, 13, 29]
+    cells = bench_cells(200)
+    together = measure(model, docs, cells, layers=layers, envelope=False).tallies
+    for i in np.random.default_rng(5).choice(200, size=10, replace=False):
+        alone = measure(model, docs, [cells[i]], layers=layers, envelope=False).tallies
+        assert len(alone) > 0
+        same = together[together["cell_id"] == alone["cell_id"].iloc[0]].reset_index(drop=True)
+        assert same.equals(alone)
