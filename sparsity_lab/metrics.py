@@ -68,7 +68,12 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
         n = tile.length // ratio
         hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
         mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
-        order = order_positions(tile.ranked_mass(share, ratio).masked_fill(hidden, float("-inf")), kmax)
+        # the window plays no part in O_k
+        ranked = tile.ranked_mass(share, ratio)
+        order = tile.keep(
+            ("oracle's order", share, ratio, kmax),
+            lambda: order_positions(ranked.masked_fill(hidden, float("-inf")), kmax),
+        )
         raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
         tokens = tile.token_mass(share)
         return Truth(

@@ -21,7 +21,7 @@ from sparsity_lab.checks import check_selections
 from sparsity_lab.dense import RowTile
 from sparsity_lab.metrics import METRICS, NAN, Truth
 from sparsity_lab.scorers import Scorer
-from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks
+from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks, visible_lengths
 
 # Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
 # bits whatever the order of rows, documents and shards.
@@ -166,8 +166,7 @@ class DocumentPass:
         layer = tile.acts.layer
         pools = {self.cells[i].selection.candidate for i in members}
         for block_size in {p.block_size for p in pools if p is not None and p.source_layer == layer}:
-            visible = (tile.rows + 1) // variant.ratio
-            ranks = rank_blocks(scores, visible, block_size)
+            ranks = rank_blocks(scores, visible_lengths(tile.rows, variant.ratio), block_size)
             self.block_ranks[variant, layer, block_size, int(tile.rows[0])] = ranks
 
     def _variant(self, tile: RowTile, variant: Variant, members: Sequence[int], scores: Tensor) -> None:
@@ -221,12 +220,11 @@ class DocumentPass:
         cells = [i for members in pools.values() for i in members]
         budgets = sorted({self.cells[i].selection.topk for i in cells})
         found = metrics.selection_metrics(order, variant.ratio, tile.rows, true, budgets)
+        ranks = [None if p is None else self._ranks(tile, variant, p) for p in pools]
         held = [
-            None if p is None else metrics.pool_of(
-                self._ranks(tile, variant, p), p.topk_blocks, p.block_size, true, budgets
-            )
-            for p in pools
-        ]  # fmt: skip
+            None if p is None or r is None else metrics.pool_of(r, p.topk_blocks, p.block_size, true, budgets)
+            for p, r in zip(pools, ranks, strict=True)
+        ]
         found |= metrics.pool_metrics(held, true, found["hits"], budgets)
         few = self._detail(tile, variant)
         if few is not None:
@@ -235,7 +233,6 @@ class DocumentPass:
         values = torch.stack([found.get(name, missing) for name in METRICS])
         ks = torch.tensor(budgets, device=order.device).unsqueeze(-1)
         if self.checks:
-            ranks = [None if p is None else self._ranks(tile, variant, p) for p in pools]
             examples = {p: self.cells[members[0]] for p, members in pools.items()}
             check_selections(tile, examples, ranks, order, true, values, budgets)
         at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]

@@ -95,6 +95,12 @@ def tally_frame(columns: Mapping[str, Any]) -> pd.DataFrame:
     return pa.table({name: columns[name] for name in TALLY_COLUMNS}, schema=TALLY_SCHEMA).to_pandas()
 
 
+def tally_files(folder: Path) -> list[Path]:
+    """Every file of tallies in a results folder, the parts first: one may be folded into the last file meanwhile."""
+    whole = folder / "tallies.parquet"
+    return [*sorted((folder / "parts").glob("*.parquet")), *([whole] if whole.exists() else [])]
+
+
 def read_tallies(path: Path) -> pd.DataFrame:
     """Read one parquet file of tallies.
 
@@ -247,9 +253,7 @@ class Store:
     def tallies(self) -> pd.DataFrame:
         """Everything measured so far. A damaged file is set aside, named in `damaged`, and so computed again."""
         frames = []
-        for path in [self.folder / "tallies.parquet", *sorted((self.folder / "parts").glob("*.parquet"))]:
-            if not path.exists():
-                continue
+        for path in tally_files(self.folder):
             try:
                 frames.append(read_tallies(path))
             except ResultsError as error:
@@ -334,7 +338,7 @@ def load(folder: str | os.PathLike[str]) -> Results:
 def _read_folder(folder: Path, attempts: int = 5) -> pd.DataFrame:
     """All tallies of a folder. A run may fold its parts while they are listed; vanished files are looked up again."""
     for attempt in range(attempts):
-        paths = [p for p in [*sorted((folder / "parts").glob("*.parquet")), folder / "tallies.parquet"] if p.exists()]
+        paths = tally_files(folder)
         try:
             return merge([read_tallies(path) for path in paths])
         except ResultsError:
@@ -362,7 +366,7 @@ def collect(path: str | os.PathLike[str]) -> Results:
         ResultsError: none there, or one that cannot be read.
     """
     folders = sorted(manifest.parent for manifest in Path(path).rglob("manifest.json"))
-    measured = [f for f in folders if (f / "tallies.parquet").exists() or any((f / "parts").glob("*.parquet"))]
+    measured = [folder for folder in folders if tally_files(folder)]
     if not measured:
         begun = f"; begun but empty: {', '.join(map(str, folders))}" if folders else ""
         raise ResultsError(f"{path}: nothing measured here or below{begun}")
