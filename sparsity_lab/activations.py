@@ -10,6 +10,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sparsity_lab.topology import NativeSelection
+
+
+@dataclass(frozen=True)
+class CompressedKeys:
+    """What a layer with compressed attention attends to beside its raw window (n = t // ratio positions)."""
+
+    k: Tensor  # [b, k, n, d] after RoPE
+    v: Tensor  # [b, k, n, dv]
+    ratio: int
+
+
+@dataclass(frozen=True)
+class IndexActivations:
+    """The model's own indexer as it served a layer: the layer's, or that of the index source whose top-k it reuses."""
+
+    layer: int  # the index source
+    q: Tensor  # [b, s, h, d]
+    w: Tensor  # float32 [b, s, h], all scales included
+    k: Tensor  # [b, n, d]
+    ratio: int
+    relu: bool = True
+
 
 @dataclass(frozen=True)
 class LayerActivations:
@@ -18,6 +41,10 @@ class LayerActivations:
     Shapes (b batch, h query heads, k key heads, s query rows, t key positions, d head dim); row i stands at absolute
     position t - s + i. A recording holds some rows only: q and output then have those at the absolute positions `rows`,
     while x still has every token.
+
+    A model with sparse attention of its own fills the last three fields. `compressed` then stands beside the raw keys k
+    in one softmax, k masked by `window`; q, k and v are as the layer uses them, and `output` is what they give when
+    only `selected` is attended to.
     """
 
     layer: int
@@ -31,6 +58,9 @@ class LayerActivations:
     sink: Tensor | None = None  # [h] logits, in the softmax denominator only
     window: int | None = None  # sliding window in tokens, the query's own included; None = full causal
     rows: Tensor | None = None  # ascending int64 [s]: the only rows that q and output hold; None = all
+    compressed: CompressedKeys | None = None
+    selected: Tensor | None = None  # int32 [b, s, k], -1 = nothing: what `output` attends to; None = all visible
+    index: IndexActivations | None = None
 
     def positions(self, rows: Tensor) -> Tensor:
         """Absolute positions of `rows` [R]: indices along s, or positions already where only some rows are held."""
@@ -104,6 +134,7 @@ class ObservableModel(Protocol):
     hidden_size: int
     max_length: int | None
     tokenizer: Any
+    native: NativeSelection | None  # the model's own sparse attention; None = it is dense
 
     @property
     def device(self) -> torch.device: ...
@@ -112,7 +143,10 @@ class ObservableModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def windows(self) -> dict[int, int | None]:
-        """Layer -> sliding window (None = full causal), only for layers that have softmax attention."""
+        """Layer -> sliding window (None = full causal), only for layers that have softmax attention.
+
+        A layer with compressed keys behind its window counts as full causal.
+        """
         ...
 
     def observe(self, tokens: Tensor, observer: Observer, layers: Collection[int]) -> None:

@@ -49,6 +49,7 @@ class FakeModel:
     hidden_size: int = 24
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokenizer: Any = None
+    native: None = None
     observed: list[list[int]] = field(default_factory=list)  # the layers of every forward so far
 
     def windows(self) -> dict[int, int | None]:

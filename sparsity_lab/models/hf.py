@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsity_lab.activations import LayerActivations, Observer
+from sparsity_lab.topology import NativeSelection
 
 _PREFIX = "observed_"
 _HANDLER = "_sparsity_lab_handler"
@@ -27,6 +28,7 @@ class HFModel:
     def __init__(self, model: Any, tokenizer: Any = None, *, name: str, fingerprint: str) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.native: NativeSelection | None = None
         self.name = name
         self.fingerprint = fingerprint
         self.attention: str = self.model.config._attn_implementation or "eager"

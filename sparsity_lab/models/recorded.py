@@ -104,6 +104,7 @@ class RecordedModel:
     """
 
     tokenizer = None
+    native = None  # a recording keeps the attention of dense models only
 
     def __init__(self, folder: str | os.PathLike[str], *, device: str = "auto") -> None:
         self.folder = Path(folder)
