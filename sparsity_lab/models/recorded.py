@@ -26,6 +26,7 @@ from torch import Tensor
 from sparsity_lab.activations import LayerActivations, LeftOut, Observer
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.models.loading import resolve_device
+from sparsity_lab.topology import NativeSelection
 
 SCHEMA = 1
 METADATA_KEY = "sparsity_lab_recording"
@@ -104,7 +105,7 @@ class RecordedModel:
     """
 
     tokenizer = None
-    native = None  # a recording keeps the attention of dense models only
+    native: NativeSelection | None = None  # only dense models can be recorded
 
     def __init__(self, folder: str | os.PathLike[str], *, device: str = "auto") -> None:
         self.folder = Path(folder)
