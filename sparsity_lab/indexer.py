@@ -13,6 +13,7 @@ Sources: the published inference code of DeepSeek V3.2 and V4.1; the V3.2 report
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -70,6 +71,8 @@ class Indexer(nn.Module):
         hadamard: rotate queries and keys by a Hadamard matrix before they are quantised.
         quant: fake quantisation of queries and keys, after RoPE and rotation, over all channels.
         key_norm: "rms", "layer" (with bias, as V3.2) or "none".
+        local_heads: how many of the heads this process holds; None = all.
+        sum_ranks: adds up the processes' scores, which are sums over their heads.
     Raises:
         ValueError: values that do not fit together.
     """
@@ -90,6 +93,8 @@ class Indexer(nn.Module):
         hadamard: bool = False,
         quant: QuantFormat = "fp4_ue8m0",
         key_norm: KeyNorm = "rms",
+        local_heads: int | None = None,
+        sum_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         _check_config(index_n_heads, index_head_dim, rope_head_dim, rope_layout, rope_place, key_norm)
@@ -99,14 +104,15 @@ class Indexer(nn.Module):
         self.index_n_heads, self.index_head_dim, self.rope_head_dim = index_n_heads, index_head_dim, rope_head_dim
         self.rope_layout, self.rope_place = rope_layout, rope_place
         self.relu, self.hadamard, self.quant = relu, hadamard, quant
-        self.wq_b = nn.Linear(q_lora_rank, index_n_heads * index_head_dim, bias=False)
-        self.weights_proj = nn.Linear(dim, index_n_heads, bias=False)
+        self.local_heads, self.sum_ranks = local_heads or index_n_heads, sum_ranks
+        self.wq_b = nn.Linear(q_lora_rank, self.local_heads * index_head_dim, bias=False)
+        self.weights_proj = nn.Linear(dim, self.local_heads, bias=False)
         self.wk = None if head_dim is None else nn.Linear(head_dim, index_head_dim, bias=False)
         self.k_norm = None if head_dim is None else _make_key_norm(key_norm, index_head_dim, norm_eps)
 
     def queries(self, qr: Tensor, freqs_cis: Tensor) -> Tensor:
         """Index queries of any rows: qr [b, s, q_lora_rank], freqs_cis [s, rope/2], one row a query -> [b, s, h, d]."""
-        return self._place(self.wq_b(qr).unflatten(-1, (self.index_n_heads, self.index_head_dim)), freqs_cis)
+        return self._place(self.wq_b(qr).unflatten(-1, (self.local_heads, self.index_head_dim)), freqs_cis)
 
     def head_weights(self, x: Tensor) -> Tensor:
         """float32 [b, s, h] weights of the heads, both scales included; they may be negative. x: [b, s, dim]."""
@@ -231,6 +237,7 @@ class Indexer(nn.Module):
         for first in range(0, seqlen, step):
             rows = slice(first, first + step)
             scores = index_scores(q[:, rows], keys, w[:, rows], self.relu)
+            scores = scores if self.sum_ranks is None else self.sum_ranks(scores)
             scores = adjust_scores(scores, positions[rows], role.ratio)
             if role.candidate == "source":
                 blocks.append(_kept_blocks(scores, (positions[rows] + 1) // role.ratio, role))

@@ -30,7 +30,7 @@ class _Format:
     scale: Callable[[Tensor], Tensor]  # ideal scale amax / largest -> stored scale
 
 
-def _round_e2m1(v: Tensor) -> Tensor:
+def round_e2m1(v: Tensor) -> Tensor:
     """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6, ties to the even code.
 
     The grid is even within [0, 2], [2, 4] and [4, 6]; on each piece the even code is the even multiple of the step, so
@@ -46,7 +46,7 @@ def _round_e4m3(v: Tensor) -> Tensor:
     return v.to(torch.float8_e4m3fn).float()
 
 
-def _ceil_power_of_two(v: Tensor) -> Tensor:
+def power_of_two_scale(v: Tensor) -> Tensor:
     """2^ceil(log2 v) of positive normal float32, from the bits: log2() in float32 is wrong just above powers of two."""
     bits = v.contiguous().view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).int()
@@ -62,9 +62,9 @@ def _float32_scale(v: Tensor) -> Tensor:
 
 
 _FORMATS: dict[str, _Format] = {
-    "fp4_ue8m0": _Format(32, E2M1_MAX, E2M1_MAX * 2.0**-126, _round_e2m1, _ceil_power_of_two),
-    "fp4_e4m3": _Format(16, E2M1_MAX, E2M1_MAX * 2.0**-9, _round_e2m1, _e4m3_scale),
-    "fp8_ue8m0": _Format(32, E4M3_MAX, 1e-4, _round_e4m3, _ceil_power_of_two),
+    "fp4_ue8m0": _Format(32, E2M1_MAX, E2M1_MAX * 2.0**-126, round_e2m1, power_of_two_scale),
+    "fp4_e4m3": _Format(16, E2M1_MAX, E2M1_MAX * 2.0**-9, round_e2m1, _e4m3_scale),
+    "fp8_ue8m0": _Format(32, E4M3_MAX, 1e-4, _round_e4m3, power_of_two_scale),
     "fp8_e4m3_128": _Format(128, E4M3_MAX, 1e-4, _round_e4m3, _float32_scale),
 }
 
