@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, EAGER_ONLY, FAMILIES, WINDOW
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sparsity_lab.cells import grid
@@ -61,7 +62,7 @@ def traces(model: Any) -> list[Any]:
     """Whatever observing could leave behind."""
     configs = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
-    return [configs, hooks, [sorted(vars(m)) for m in model.modules()]]
+    return [configs, hooks, [sorted(vars(m)) for m in model.modules()], dict(ALL_ATTENTION_FUNCTIONS)]
 
 
 # --- observing -------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def test_observing_changes_no_bit(checkpoint: Any, family: str, attention: str, 
     model = load(checkpoint(family), attention, dtype=dtype)
     expected, before = logits_of(untouched), traces(model.model)
     seen: list[int] = []
-    with hf._observed(model.model, model._attention, lambda acts: seen.append(acts.layer)):
+    with hf._observed(model._attention, lambda acts: seen.append(acts.layer)):
         assert torch.equal(logits_of(model.model), expected)
     assert seen == list(range(model.num_layers))
     outputs: list[Any] = []
@@ -144,6 +145,21 @@ def test_error_in_the_observer_leaves_the_model_as_it_was(checkpoint: Any, famil
     assert torch.equal(logits_of(model.model), expected)
 
 
+def test_an_attention_put_in_by_somebody_else_is_used_and_left(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
+    llama(checkpoint).observe(tiny_models.tokens(8), lambda acts: None, [1])
+    assert len(calls) == 3
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -162,7 +178,9 @@ def test_bad_tokens(checkpoint: Any, tokens: torch.Tensor, message: str) -> None
 
 
 def test_unknown_layer(checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match=r"layers=\[3, 9\]: no attention layer of llama; it has \[0, 1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"layers=\[3, 9\]: no attention layer of llama that can be observed; it has \[0, 1, 2\]"
+    ):
         llama(checkpoint).observe(tiny_models.tokens(8), lambda acts: None, [9, 0, 3])
 
 

@@ -58,6 +58,58 @@ FAMILIES = tuple(CONFIGS)
 EAGER_ONLY = ("gemma2", "gpt_oss")  # soft-cap and sinks: transformers' sdpa has neither
 CASES = [(f, a) for f in FAMILIES for a in ("eager", "sdpa") if a == "eager" or f not in EAGER_ONLY]
 
+TOPK = 6  # of the families with an indexer of their own
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+_MOE = {
+    **_SHARED,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "index_topk": TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+}
+_DSA = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+_CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+NATIVE_CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {
+        **_DSA,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, **_YARN},
+    },
+    "glm_moe_dsa": {**_DSA, "indexer_types": ["full", "shared", "full", "shared"]},
+    "deepseek_v4": {
+        **_MOE,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 9,
+        "layer_types": [SLIDING, _CSA, _HCA, _CSA, _CSA],
+        "compress_rates": {_CSA: 4, _HCA: 8},
+        "mlp_layer_types": ["hash_moe", *["moe"] * 4],
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        "rope_parameters": {"rope_type": "yarn", **_YARN},
+    },
+}
+NATIVE_FAMILIES = tuple(NATIVE_CONFIGS)
+_ALL = {**CONFIGS, **NATIVE_CONFIGS}
+
 
 def windows(family: str) -> dict[int, int | None]:
     """Layer -> sliding window, as the configurations above say."""
@@ -71,9 +123,9 @@ def windows(family: str) -> dict[int, int | None]:
 
 def build(family: str, **changes: Any) -> Any:
     """A model of `family` in memory, the same on every call; `changes` are fields of its config."""
-    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
+    config = AutoConfig.for_model(family, **{**_ALL[family], **changes})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(FAMILIES.index(family))
+        torch.manual_seed(list(_ALL).index(family))
         return randomise(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
 
 

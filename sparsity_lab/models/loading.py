@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsity_lab.models.hf import HFModel
+from sparsity_lab.models.hf_native import check_attention
 
 
 def load(
@@ -21,6 +22,7 @@ def load(
     device: str = "auto",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    attention: str = "native",
 ) -> HFModel:
     """Load a causal LM by hub name, local folder, or GGUF file (`gguf_file` inside `path`, or `path` itself).
 
@@ -33,6 +35,8 @@ def load(
         device: auto (cuda if there), or any torch device.
         attn_implementation: sdpa, eager, ...; None = what transformers takes for this family.
         trust_remote_code: run Python files that come with the model.
+        attention: native, or, for a model with an indexer of its own, dense: every layer attends to all it can see, and
+            later layers see that.
     Raises:
         ValueError: an option out of range, nothing loadable at `path`, or weights missing from it; the message says
             what was tried.
@@ -41,6 +45,7 @@ def load(
 
     if not isinstance(trust_remote_code, bool):
         raise ValueError(f"model.trust_remote_code={trust_remote_code!r}: must be true or false")
+    check_attention(attention)
     where = resolve_device(device)
     source, gguf_file = _locate(path, gguf_file)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -65,7 +70,7 @@ def load(
     _keep_softcap(model, attn_implementation)
     identity = fingerprint(source, gguf_file=gguf_file, revision=revision)
     title = name or (Path(gguf_file).stem if gguf_file else Path(source).resolve().name)
-    return HFModel(model.to(where), tokenizer, name=title, fingerprint=identity)
+    return HFModel(model.to(where), tokenizer, name=title, fingerprint=identity, attention=attention)
 
 
 def _keep_softcap(model: Any, asked: str | None) -> None:
