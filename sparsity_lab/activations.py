@@ -82,6 +82,18 @@ class LayerActivations:
         """
         return self.output[0][self._places(rows)].contiguous()
 
+    def selected_rows(self, rows: Tensor) -> Tensor | None:
+        """What the output of some rows of a one-document batch attends to: rows int64 [R] -> int32 [R, k], or None."""
+        return None if self.selected is None else self.selected[0][self._places(rows)]
+
+    def keys(self) -> Tensor:
+        """All that the queries of a one-document batch look at: the tokens' keys, then the compressed, [k, e, d]."""
+        return self.k[0] if self.compressed is None else torch.cat([self.k[0], self.compressed.k[0]], dim=1)
+
+    def values(self) -> Tensor:
+        """The values that go with `keys`, [k, e, dv]."""
+        return self.v[0] if self.compressed is None else torch.cat([self.v[0], self.compressed.v[0]], dim=1)
+
     def _places(self, rows: Tensor) -> Tensor:
         """Where `rows` are along s."""
         if self.rows is None:

@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparsity_lab.dense import SHARES
+from sparsity_lab.topology import NativeSelection, Topology, check_pool
 
 LARGEST = 2**30  # ranks are int32
 
@@ -45,7 +46,9 @@ class Selection:
 
     compress_ratio: tokens per compressed position; topk: positions selected; window: last tokens always attended raw;
     share: one selection a `layer` or one a `kv_head`; exclude_window: leave positions that the window covers out of the
-    choice; sinks: first compressed positions always kept, inside the budget; candidate: two-level selection or None.
+    choice; sinks: first compressed positions always kept, inside the budget; candidate: two-level selection or None;
+    index_source_layers: layers that select, each later one reusing what the latest of them selected (layers before the
+    first are left out), or None = every layer for itself.
     """
 
     compress_ratio: int = 1
@@ -55,6 +58,7 @@ class Selection:
     exclude_window: bool = False
     sinks: int = 0
     candidate: Candidate | None = None
+    index_source_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _whole("selection.compress_ratio", self.compress_ratio, 1)
@@ -69,22 +73,31 @@ class Selection:
             raise ValueError(f"selection.sinks={self.sinks}: must be at most selection.topk={self.topk}")
         if self.candidate is not None:
             self._check_pool(self.candidate)
+        if self.index_source_layers is not None:
+            object.__setattr__(self, "index_source_layers", _source_layers(self.index_source_layers))
 
     def _check_pool(self, pool: Candidate) -> None:
-        # the pinned newest block may hold a single visible position
-        least = pool.topk_blocks * pool.block_size - (pool.block_size - 1)
-        if least < self.topk:
-            raise ValueError(
-                f"selection.candidate: topk_blocks={pool.topk_blocks} x block_size={pool.block_size} may hold only "
-                f"{least} visible positions, fewer than selection.topk={self.topk}; "
-                "topk_blocks * block_size - (block_size - 1) must be at least topk"
-            )
+        try:
+            check_pool(self.topk, pool.topk_blocks, pool.block_size)
+        except ValueError as error:
+            text = str(error).replace("candidate_", "selection.candidate.").replace(" topk=", " selection.topk=")
+            raise ValueError(text) from None
         sink_blocks = -(-self.sinks // pool.block_size)
         if sink_blocks + 1 > pool.topk_blocks:
             raise ValueError(
                 f"selection.candidate.topk_blocks={pool.topk_blocks}: must hold the {sink_blocks} blocks of "
                 f"selection.sinks={self.sinks} and the newest block"
             )
+
+
+def _source_layers(value: Any) -> tuple[int, ...]:
+    key = "selection.index_source_layers"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{key}={value!r}: must be null or a list of layers")
+    layers = tuple(_whole(key, layer, 0) for layer in value)
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"{key}={list(layers)}: must be ascending, each layer once")
+    return layers
 
 
 @dataclass(frozen=True)
@@ -95,9 +108,11 @@ class Cell:
     selection: Selection
 
     def fields(self) -> dict[str, Any]:
-        """Flat description, one value a column."""
+        """Flat description, one value a column; index_source_layers as text (0,8,16)."""
         flat = dataclasses.asdict(self.selection)
         pool = flat.pop("candidate") or dict.fromkeys(("source_layer", "topk_blocks", "block_size"))
+        sources = flat["index_source_layers"]
+        flat["index_source_layers"] = None if sources is None else ",".join(map(str, sources))
         return {"scorer": self.scorer, **flat, **{f"candidate_{k}": v for k, v in pool.items()}}
 
     def label(self) -> str:
@@ -105,6 +120,8 @@ class Cell:
         s = self.selection
         pool = s.candidate
         tail = f" pool {pool.topk_blocks}x{pool.block_size} of layer {pool.source_layer}" if pool else ""
+        if s.index_source_layers is not None:
+            tail += f" sources {','.join(map(str, s.index_source_layers))}"
         return f"{self.scorer} ratio {s.compress_ratio} top-{s.topk}{tail}"
 
 
@@ -112,6 +129,8 @@ def cell_id(cell: Cell, scorer: Mapping[str, Any], context: Mapping[str, Any]) -
     """16 hex digits of everything that changes a cell's numbers: the selection, the scorer's own description, and the
     pass (model, dtype, data, rows, seed ...), and nothing else (not the number of documents, not its neighbours)."""
     fields = {k: v for k, v in cell.fields().items() if k != "scorer"}
+    if fields["index_source_layers"] is None:
+        del fields["index_source_layers"]  # younger than the first results, whose ids must stay
     text = json.dumps({"selection": fields, "scorer": scorer, "pass": context}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -119,7 +138,8 @@ def cell_id(cell: Cell, scorer: Mapping[str, Any], context: Mapping[str, Any]) -
 def expand(scorer: str | Sequence[str], **selection: Any) -> tuple[list[Cell], list[dict[str, Any]]]:
     """Every combination of list-valued fields: the cells, and for each invalid point its fields and the `reason`.
 
-    `candidate` takes None, a dict of `Candidate`'s fields (whose values may be lists too), or a list of those.
+    `candidate` takes None, a dict of `Candidate`'s fields (whose values may be lists too), or a list of those;
+    `index_source_layers` None, a list of layers, or a list of those.
     `zipped`, a list of dicts, gives matched values instead of a product, as in
     zipped=[dict(topk=64, compress_ratio=1), dict(topk=16, compress_ratio=4)].
 
@@ -139,7 +159,7 @@ def expand(scorer: str | Sequence[str], **selection: Any) -> tuple[list[Cell], l
     failed: list[dict[str, Any]] = []
     for matched in zipped:
         values = {**selection, **matched}
-        axes = {k: _pools(v) if k == "candidate" else _listed(v) for k, v in values.items()}
+        axes = {k: _AXES.get(k, _listed)(v) for k, v in values.items()}
         for key, axis in axes.items():
             if not axis:
                 raise ValueError(f"selection.{key}=[]: needs at least one value")
@@ -183,30 +203,106 @@ def _pools(value: Any) -> list[dict[str, Any] | None]:
     return out
 
 
+def _source_lists(value: Any) -> list[Any]:
+    """A flat list of layers is one value; a list that holds lists or null is several."""
+    several = isinstance(value, (list, tuple)) and (
+        not value or any(v is None or isinstance(v, (list, tuple)) for v in value)
+    )
+    return list(value) if several else [value]
+
+
+_AXES: dict[str, Callable[[Any], list[Any]]] = {"candidate": _pools, "index_source_layers": _source_lists}
+
+
 def with_envelope(cells: Iterable[Cell], scorers: Sequence[str] = ("oracle", "recency", "random")) -> list[Cell]:
-    """The cells and, for each, its single-level bounds by other scorers, without repeats."""
+    """The cells and, for each, its bounds by other scorers, single-level and each layer for itself, without repeats."""
     cells = list(cells)
-    bounds = [Cell(name, dataclasses.replace(c.selection, candidate=None)) for c in cells for name in scorers]
-    return list(dict.fromkeys([*cells, *bounds]))
+    free = [dataclasses.replace(c.selection, candidate=None, index_source_layers=None) for c in cells]
+    return list(dict.fromkeys([*cells, *(Cell(name, selection) for selection in free for name in scorers)]))
 
 
-def check_cell(cell: Cell, *, length: int, num_layers: int, layers: Collection[int]) -> None:
-    """Raise ValueError when the cell cannot be measured on documents of `length` tokens and on these layers."""
-    ratio, pool = cell.selection.compress_ratio, cell.selection.candidate
-    if ratio > length:
-        raise ValueError(f"selection.compress_ratio={ratio}: larger than the documents' {length} tokens")
-    if pool is None:
-        return
-    if pool.source_layer >= num_layers:
+def index_sources(cell: Cell, scorer: Any) -> tuple[int, ...] | None:
+    """The layers that select in a cell: those it names, else those of its scorer (`native` has some); None = all."""
+    named = cell.selection.index_source_layers
+    return getattr(scorer, "index_source_layers", None) if named is None else named
+
+
+def cell_topology(
+    ratio: int, sources: Sequence[int] | None, num_layers: int, native: NativeSelection | None = None
+) -> Topology:
+    """Who selects for whom in a cell. Layers to which it does not apply have ratio 0: those before its first source
+    and, where the model compresses keys itself, those of another ratio.
+
+    Raises:
+        ValueError: sources that the model does not have, or none that selects at this ratio.
+    """
+    if sources and sources[-1] >= num_layers:
+        raise ValueError(f"selection.index_source_layers={list(sources)}: the model has layers 0 to {num_layers - 1}")
+    if native is None or not native.compressed:
+        return Topology.attached(num_layers, ratio, sources)
+    own = native.topology.compress_ratios
+    if ratio not in own:
         raise ValueError(
-            f"selection.candidate.source_layer={pool.source_layer}: the model has layers 0 to {num_layers - 1}"
+            f"selection.compress_ratio={ratio}: the model compresses its keys by {sorted(set(own) - {0})} only"
         )
-    if pool.source_layer not in layers:
+    mine = [layer for layer in (range(num_layers) if sources is None else sources) if own[layer] == ratio]
+    if not mine:
         raise ValueError(
-            f"selection.candidate.source_layer={pool.source_layer}: not among the measured layers {sorted(layers)} "
-            "(sliding-window layers cannot be a source)"
+            f"selection.index_source_layers={list(sources or ())}: none of them has selection.compress_ratio={ratio}"
         )
-    if pool.source_layer == max(layers):
+    ratios = [ratio if own[layer] == ratio and layer >= mine[0] else 0 for layer in range(num_layers)]
+    return Topology(tuple(ratios), tuple(mine), tuple(mine))
+
+
+def check_cell(
+    cell: Cell,
+    *,
+    length: int,
+    num_layers: int,
+    layers: Collection[int],
+    native: NativeSelection | None = None,
+    sources: Sequence[int] | None = None,
+) -> None:
+    """Raise ValueError when the cell cannot be measured on documents of `length` tokens and on these layers.
+
+    native: the model's own sparse attention; sources: see `index_sources`.
+    """
+    selection = cell.selection
+    if selection.compress_ratio > length:
         raise ValueError(
-            f"selection.candidate.source_layer={pool.source_layer}: no measured layer after it would use its pool"
+            f"selection.compress_ratio={selection.compress_ratio}: larger than the documents' {length} tokens"
         )
+    if native is not None and native.compressed and selection.window != native.window:
+        raise ValueError(
+            f"selection.window={selection.window}: the model attends to a raw window of {native.window} tokens beside "
+            f"its compressed keys; set selection.window={native.window}"
+        )
+    topology = cell_topology(selection.compress_ratio, sources, num_layers, native)
+    follows = {layer: topology.index_source(layer) for layer in sorted(layers) if topology.compress_ratios[layer]}
+    if not follows:
+        raise ValueError(
+            f"selection.compress_ratio={selection.compress_ratio}: applies to none of the measured layers "
+            f"{sorted(layers)}, with sources {list(topology.index_source_layers)}"
+        )
+    for layer, source in follows.items():
+        if source not in layers:
+            raise ValueError(
+                f"selection.index_source_layers: layer {layer} reuses the selection of layer {source}, which is not "
+                f"among the measured layers {sorted(layers)} (sliding-window layers cannot be a source)"
+            )
+    if selection.candidate is not None:
+        _check_source(selection.candidate.source_layer, num_layers, layers, topology)
+
+
+def _check_source(source: int, num_layers: int, layers: Collection[int], topology: Topology) -> None:
+    key = f"selection.candidate.source_layer={source}"
+    if source >= num_layers:
+        raise ValueError(f"{key}: the model has layers 0 to {num_layers - 1}")
+    if source not in layers:
+        raise ValueError(
+            f"{key}: not among the measured layers {sorted(layers)} (sliding-window layers cannot be a source)"
+        )
+    if source not in topology.index_source_layers:
+        raise ValueError(f"{key}: must be one of the layers that select, {list(topology.index_source_layers)}")
+    if not any(layer in layers for layer in topology.index_source_layers if layer > source):
+        raise ValueError(f"{key}: no measured layer after it would use its pool")

@@ -29,11 +29,13 @@ def check_selections(
     true: Truth,
     values: Tensor,
     budgets: Sequence[int],
+    own: bool,
 ) -> None:
     """Check P selections of a tile.
 
     Args:
         pools: a cell for every pool, in the order of P; ranks: its block ranks [g, R, nb].
+        own: whether the layer selected itself, by its own mass, rather than reuse another's selection.
         order: int64 [P, g, R, L]; values: float64 [metric, K, P, g, R], NaN where undefined.
     Raises:
         CheckError: with the layer, row, group, k and cell.
@@ -44,11 +46,12 @@ def check_selections(
         p is None and not c.selection.exclude_window and not c.selection.sinks
         for p, c in zip(pools, cells, strict=True)
     ]
-    best = [f and c.scorer == "oracle" for f, c in zip(free, cells, strict=True)]
+    best = [own and f and c.scorer == "oracle" for f, c in zip(free, cells, strict=True)]
     ks = torch.tensor(budgets, device=order.device).view(-1, 1, 1, 1)
     everything = (true.visible <= ks) & _flags(free, order)
     full = everything | _flags(best, order)
-    dense = everything & (tile.length == true.mass.shape[-1] - 1)  # ratio 1
+    one_entry = tile.acts.compressed is not None or tile.length == true.mass.shape[-1] - 1  # a position, or ratio 1
+    dense = everything & one_entry
     shares = values[: METRICS.index("output_error")]
     smaller = torch.cat([found["coverage"][:1], found["coverage"][:-1]])
     broken = {

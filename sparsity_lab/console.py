@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsity_lab.plot_table import context_columns, curve_table, field_label, plural, pool_label, varying
+from sparsity_lab.plot_table import (
+    REUSE,
+    context_columns,
+    curve_table,
+    field_label,
+    layers_averaged,
+    pool_label,
+    varying,
+)
 from sparsity_lab.results import Results
 
 MAX_CELLS = 60
@@ -58,8 +66,7 @@ def summary_table(results: Results, file: IO[str] | None = None, *, max_cells: i
         console.print(rich_table(columns, list(shown["bound"])))
     else:
         out.write(plain_table(columns))
-    layers = plural(results.tallies["layer"].nunique(), "layer")
-    notes.insert(0, f"mean of {layers}; [95 % interval over documents]; saturated rows left out")
+    notes.insert(0, f"mean of {layers_averaged(results)}; [95 % interval over documents]; saturated rows left out")
     for note in notes:
         out.write(note + "\n")
     out.flush()
@@ -76,6 +83,8 @@ def table_columns(shown: pd.DataFrame, table: pd.DataFrame) -> dict[str, list[st
         columns["options"] = list(shown["scorer_options"])
     columns["ratio"] = [str(row.compress_ratio) for row in rows]
     columns["k"] = [str(row.topk) for row in rows]
+    if table[REUSE].notna().any():
+        columns["selected in layers"] = ["" if pd.isna(value) else str(value) for value in shown[REUSE]]
     if table["candidate_source_layer"].notna().any():
         columns["pool"] = [pool_label(row).removeprefix("pool ").replace("no pool", "") for row in rows]
     for metric, header in TABLE_METRICS.items():

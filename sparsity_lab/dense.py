@@ -3,7 +3,8 @@
 Memory is O(tile x t): only the probabilities of one tile of rows exist at a time.
 
 Shapes: h query heads, k key heads, g selection groups (1 with share=layer, k with share=kv_head), R rows of the tile,
-t tokens, n = t // ratio compressed positions.
+t tokens, n = t // ratio compressed positions, e entries of a softmax: the t tokens and, in a layer that attends to
+compressed keys, the n positions behind them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsity_lab.activations import LayerActivations, LeftOut
+from sparsity_lab.selection import visible_lengths
 
 SHARES = ("layer", "kv_head")
 # Masses are multiples of 2**-48 held in float64. A row's mass is at most 1, so every sum of them is exact: the same to
@@ -23,17 +25,20 @@ SHARES = ("layer", "kv_head")
 MASS_UNIT = 2.0**-48
 
 
-def attention_probabilities(acts: LayerActivations, rows: Tensor) -> Tensor:
-    """The layer's own softmax for some rows of a one-document batch, float32 [h, R, t].
+def attention_probabilities(acts: LayerActivations, rows: Tensor, attended: Tensor | None = None) -> Tensor:
+    """The layer's own softmax for some rows of a one-document batch, float32 [h, R, e].
 
     softmax(softcap(q k^T scale) + causal and window mask), in float32 whatever the layer's dtype; a sink adds to the
-    denominator only, so rows then sum to less than 1. `rows` int64 [R] are indices along the s axis, or positions where
-    the layer holds some rows only.
+    denominator only, so rows then sum to less than 1. A layer with sparse attention is taken as dense: everything
+    visible counts, but for what `attended` bool [R, e] leaves out. `rows` int64 [R] are indices along the s axis, or
+    positions where the layer holds some rows only.
 
     Raises:
         ValueError: more than one document, query heads that are no multiple of the key heads, or rows not held.
     """
     logits = _logits(acts, rows)
+    if attended is not None:
+        logits.masked_fill_(~attended, float("-inf"))
     probabilities = logits.softmax(dim=-1)
     if acts.sink is not None:
         probabilities *= torch.sigmoid(logits.logsumexp(dim=-1, keepdim=True) - acts.sink.float().view(-1, 1, 1))
@@ -49,22 +54,42 @@ def sink_share(acts: LayerActivations, rows: Tensor) -> Tensor | None:
 
 
 def _logits(acts: LayerActivations, rows: Tensor) -> Tensor:
-    """Scaled, soft-capped, masked logits, float32 [h, R, t]."""
+    """Scaled, soft-capped, masked logits, float32 [h, R, e]."""
     if acts.q.shape[0] != 1:
         raise ValueError(f"layer {acts.layer}: a batch of {acts.q.shape[0]}, must be one document")
-    q, k = acts.query_rows(rows).float(), acts.k[0].float()
-    heads, (kv_heads, t, _) = q.shape[0], k.shape
+    q, k = acts.query_rows(rows).float(), acts.keys().float()
+    heads, (kv_heads, entries, _) = q.shape[0], k.shape
     # query heads i*r .. i*r+r-1 read key head i, as in every published GQA model
     grouped = per_group(q, "kv_head", kv_heads).flatten(1, 2) * acts.scale
-    logits = torch.matmul(grouped, k.transpose(1, 2)).view(heads, rows.numel(), t)
+    logits = torch.matmul(grouped, k.transpose(1, 2)).view(heads, rows.numel(), entries)
     if acts.softcap is not None:
         logits = logits.div_(acts.softcap).tanh_().mul_(acts.softcap)
-    query = acts.positions(rows).unsqueeze(-1)
-    token = torch.arange(t, device=q.device)
+    return logits.masked_fill_(_hidden(acts, acts.positions(rows).unsqueeze(-1)), float("-inf"))
+
+
+def _hidden(acts: LayerActivations, query: Tensor) -> Tensor:
+    """Entries that the queries at positions [R, 1] may not see, bool [R, e]."""
+    token = torch.arange(acts.k.shape[2], device=query.device)
     hidden = token > query
     if acts.window is not None:
         hidden |= token <= query - acts.window
-    return logits.masked_fill_(hidden, float("-inf"))
+    if acts.compressed is None:
+        return hidden
+    position = torch.arange(acts.compressed.k.shape[2], device=query.device)
+    return torch.cat([hidden, position >= visible_lengths(query, acts.compressed.ratio)], dim=-1)
+
+
+def _attended(acts: LayerActivations, rows: Tensor) -> Tensor | None:
+    """Entries that the model's own output attends to, as far as they are visible, bool [R, e]; None = all."""
+    picks = acts.selected_rows(rows)
+    if picks is None:
+        return None
+    tokens = acts.k.shape[2]
+    places = tokens if acts.compressed is None else acts.compressed.k.shape[2]
+    chosen = torch.zeros(len(rows), places + 1, dtype=torch.bool, device=rows.device)
+    chosen.scatter_(-1, picks.long().masked_fill(picks < 0, places), True)  # -1 lands in a spare column
+    chosen = chosen[:, :places]
+    return chosen if acts.compressed is None else torch.cat([chosen.new_ones(len(rows), tokens), chosen], dim=-1)
 
 
 def group_sum(mass: Tensor, ratio: int) -> Tensor:
@@ -102,7 +127,7 @@ class RowTile:
     rows: Tensor  # int64 [R], indices along s, which are absolute positions for a whole document
     document: str  # the document's id
     seed: int
-    probabilities: Tensor  # float32 [h, R, t]
+    probabilities: Tensor  # float32 [h, R, e]
     layer_cache: dict[Any, Any] = field(default_factory=dict)  # shared by the tiles of a layer
     _cache: dict[Any, Any] = field(default_factory=dict)
 
@@ -129,24 +154,51 @@ class RowTile:
             self.layer_cache[key] = make()
         return self.layer_cache[key]
 
+    @property
+    def values(self) -> Tensor:
+        """float32 [k, e, dv]."""
+        return self.keep_for_layer("values", lambda: self.acts.values().float())
+
     def mean_mass(self, share: str) -> Tensor:
-        """Mean over each group's heads, after the softmax, float32 [g, R, t]."""
+        """Mean over each group's heads, after the softmax, float32 [g, R, e]."""
         return self.keep(("mean", share), lambda: per_group(self.probabilities, share, self.kv_heads).mean(dim=1))
 
+    def entry_mass(self, share: str) -> Tensor:
+        """Mean mass of every entry in exact multiples of MASS_UNIT, float64 [g, R, e]."""
+        return self.keep(("entry_mass", share), lambda: exact(self.mean_mass(share)))
+
     def token_mass(self, share: str) -> Tensor:
-        """M per token, exact multiples of MASS_UNIT in float64, [g, R, t]."""
-        return self.keep(("token_mass", share), lambda: exact(self.mean_mass(share)))
+        """M per token, exact float64 [g, R, t]."""
+        return self.entry_mass(share)[..., : self.length]
+
+    def by_position(self, mass: Tensor, ratio: int) -> Tensor:
+        """Mass of the compressed positions: the sum over each one's tokens or, where the layer attends to compressed
+        keys, what these get themselves. [..., e] -> [..., n].
+
+        Raises:
+            ValueError: the layer's compressed keys have another ratio.
+        """
+        own = self.acts.compressed
+        if own is None:
+            return group_sum(mass, ratio)
+        if own.ratio != ratio:
+            raise ValueError(
+                f"selection.compress_ratio={ratio}: layer {self.acts.layer} attends to keys compressed by {own.ratio}"
+            )
+        return mass[..., self.length :]
 
     def mass(self, share: str, ratio: int) -> Tensor:
         """D per compressed position, exact float64 [g, R, n]. Positions beyond the visible length are not zeroed."""
-        return self.keep(("mass", share, ratio), lambda: group_sum(self.token_mass(share), ratio))
+        return self.keep(("mass", share, ratio), lambda: self.by_position(self.entry_mass(share), ratio))
 
     def ranked_mass(self, share: str, ratio: int) -> Tensor:
         """D in float32, which is what ranks positions: below MASS_UNIT it still tells larger from smaller."""
 
         def make() -> Tensor:
             mean = self.mean_mass(share)
-            return mean if ratio == 1 else group_sum(mean.double(), ratio).float()
+            if ratio == 1 and self.acts.compressed is None:
+                return mean
+            return self.by_position(mean.double(), ratio).float()
 
         return self.keep(("ranked_mass", share, ratio), make)
 
@@ -175,15 +227,17 @@ def default_tile(heads: int, length: int, budget: int = 2**26) -> int:
 
 
 def reconstruction_error(tile: RowTile) -> float:
-    """Relative difference between p @ v and the model's own output on a tile's rows.
+    """Relative difference between p @ v, over what the layer really attended to, and its own output on a tile's rows.
 
     A wrong mask, scale, soft-cap, sink, window or head grouping shows here, whatever the model family. 0 for a
     recording without values: `record` compared them while it had them.
     """
     if isinstance(tile.acts.v, LeftOut):
         return 0.0
-    v = tile.acts.v[0].float()
-    p = tile.probabilities.unflatten(0, (v.shape[0], -1)).flatten(1, 2)
+    v, attended = tile.values, _attended(tile.acts, tile.rows)
+    # a selection is a softmax of its own: dense probabilities may have underflowed where it looks
+    p = tile.probabilities if attended is None else attention_probabilities(tile.acts, tile.rows, attended)
+    p = p.unflatten(0, (v.shape[0], -1)).flatten(1, 2)
     ours = torch.matmul(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
     theirs = tile.acts.output_rows(tile.rows).float()
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))

@@ -29,10 +29,15 @@ class Size:
 
 def model_size(settings: Mapping[str, Any]) -> Size | None:
     """Read a model's shape from its configuration; its weights are neither read nor fetched. None when there is no
-    configuration at hand (a hub model that was never fetched, say)."""
+    configuration at hand (a hub model that was never fetched, say), or for a model with sparse attention of its own,
+    whose cost follows from other things."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from sparsity_lab.models import native_selection
+
+    if "size" in settings:
+        return None
     path = settings.get("path")
     if path is None:
         from sparsity_lab.assets import cache_folder
@@ -44,6 +49,8 @@ def model_size(settings: Mapping[str, Any]) -> Size | None:
     options = {"gguf_file": settings["gguf_file"]} if settings.get("gguf_file") else {}
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=not Path(path).is_dir(), **options)
+        if native_selection(settings) is not None:
+            return None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError):
@@ -103,7 +110,7 @@ def _pass(jobs: Sequence[Job]) -> tuple[str, float | None]:
     )
     size = model_size(first.model) if first.model.get("kind") != "recorded" else None
     if size is None or documents is None:
-        return f"{head}; time and memory unknown (no model configuration at hand)", None
+        return f"{head}; time and memory unknown (no model configuration at hand, or sparse attention)", None
     rows = min(first.measure["rows"] or length, length)
     tile = min(first.measure["row_tile"] or default_tile(size.heads, length), rows)
     attention = 2 * size.layers * size.heads * size.head_dim * length**2  # causal half of q.k and p.v

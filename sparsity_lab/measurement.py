@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsity_lab import __version__
 from sparsity_lab.activations import LayerActivations, ObservableModel
-from sparsity_lab.cells import Cell, cell_id, check_cell, with_envelope
+from sparsity_lab.cells import Cell, cell_id, check_cell, index_sources, with_envelope
 from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import default_tile, reconstruction_error, row_tiles
 from sparsity_lab.documents import Document, Documents
@@ -44,19 +44,22 @@ def sample_rows(length: int, count: int | None, seed: int, document: str) -> Ten
 
 
 def measured_layers(model: ObservableModel, length: int, layers: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """(layers to measure, layers that do not apply because their sliding window is shorter than the documents)."""
-    windows = model.windows()
+    """(layers to measure, layers that do not apply: their sliding window is shorter than the documents, or they are
+    layers of a sparse model that select nothing)."""
+    windows, native = model.windows(), model.native
+    ratios = native.topology.compress_ratios if native is not None and native.compressed else None
     wanted = sorted(windows) if layers is None else sorted(set(layers))
     if not wanted:
         raise ValueError("measure.layers=[]: name at least one layer, or null for all")
     unknown = [layer for layer in wanted if layer not in windows]
     if unknown:
         raise ValueError(f"measure.layers={unknown}: the model has attention layers {sorted(windows)}")
-    applicable = [layer for layer in wanted if (windows[layer] or length) >= length]
+    applicable = [
+        layer for layer in wanted if (windows[layer] or length) >= length and (ratios is None or ratios[layer])
+    ]
     if not applicable:
-        raise ValueError(
-            f"measure.layers={wanted}: all are sliding-window layers, whose window is below {length} tokens"
-        )
+        kind = "sliding-window layers, whose window is below" if ratios is None else "layers that select nothing of"
+        raise ValueError(f"measure.layers={wanted}: all are {kind} {length} tokens")
     return applicable, [layer for layer in wanted if layer not in applicable]
 
 
@@ -116,8 +119,12 @@ class Plan:
     def _admit(self, cell: Cell, model: ObservableModel) -> None:
         if cell.scorer not in self.scorers:
             raise ValueError(f"scorer={cell.scorer!r}: must be one of {', '.join(self.scorers)}")
+        sources = index_sources(cell, self.scorers[cell.scorer])
         try:
-            check_cell(cell, length=self.length, num_layers=model.num_layers, layers=self.layers)
+            check_cell(
+                cell, length=self.length, num_layers=model.num_layers, layers=self.layers, native=model.native,
+                sources=sources,
+            )  # fmt: skip
         except ValueError as error:
             self.failed.append({**cell.fields(), "reason": str(error)})
             return
@@ -144,7 +151,10 @@ def measure_document(
     spread = torch.arange(min(plan.detail_rows, len(rows)), device=rows.device)
     detail_rows = rows[spread * len(rows) // len(spread)] if len(spread) else None
     tally = Tally(len(cells), plan.layers, plan.length, model.device)
-    evaluator = DocumentPass(cells, plan.scorers, tally, detail_rows=detail_rows, checks=checks)
+    evaluator = DocumentPass(
+        cells, plan.scorers, tally, num_layers=model.num_layers, native=model.native, detail_rows=detail_rows,
+        checks=checks,
+    )  # fmt: skip
 
     def observe(acts: LayerActivations) -> None:
         for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed)):
@@ -222,10 +232,11 @@ def measure(
     if all(c.selection.topk >= length // c.selection.compress_ratio for c in plan.cells.values()):
         say(f"every row is saturated: all cells select everything that {length} tokens show")
     if plan.skipped_layers:
-        say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens")
+        why = " or they select nothing" if model.native is not None and model.native.compressed else ""
+        say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens{why}")
     if row_tile is not None and row_tile < 1:
         raise ValueError(f"measure.row_tile={row_tile}: must be at least 1, or null for as many as fit")
-    tile = row_tile or default_tile(model.num_heads, length)
+    tile = row_tile or default_tile(model.num_heads, length + _most_positions(model, length))
     run = _Run(model, plan, tile, checks, progress, say)
     if store is None:
         tallies = merge([run.document(d, list(plan.cells)) for d in run.counted(documents)])
@@ -239,6 +250,13 @@ def measure(
     except BaseException as error:
         store.set_status(f"failed: {str(error) or type(error).__name__}")
         raise
+
+
+def _most_positions(model: ObservableModel, length: int) -> int:
+    """Compressed positions that the model's softmax holds beside the tokens, in the layer with most."""
+    if model.native is None or not model.native.compressed:
+        return 0
+    return max(length // ratio for ratio in model.native.topology.compress_ratios if ratio)
 
 
 def _missing(

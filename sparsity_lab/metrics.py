@@ -3,7 +3,11 @@
 A top-k selection at k is the first k entries of one order, so one walk along the order gives every k. Each function
 takes the order and returns one value a (k, group, row); what is undefined is NaN.
 
-Shapes: g groups, R rows, L entries of the order (-1 = nothing), n compressed positions, K budgets (ascending).
+A layer that attends to compressed keys holds window and positions as separate entries of one softmax; what they have
+in common are the tokens, which `density` counts once.
+
+Shapes: g groups, R rows, L places of the order (-1 = nothing), n compressed positions, t tokens, e entries of the
+softmax (see `dense`), K budgets (ascending).
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ METRICS = (
     "output_error",
 )
 NAN = float("nan")
-STRETCH = 32  # entries of an order whose outputs are summed at once
+STRETCH = 32  # places of an order whose outputs are summed at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Truth:
     best: Tensor  # float64 [g, R, L]: mass of the first entries of the oracle's order
     raw_start: Tensor  # int64 [R]: first token attended raw
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
-    outside: Tensor  # float64 [g, R, n + 1]: the part of D that lies before raw_start
+    outside: Tensor  # float64 [g, R, n + 1]: the part of D that raw_mass does not hold
 
 
 def raw_start(rows: Tensor, ratio: int, window: int) -> Tensor:
@@ -61,10 +65,18 @@ def raw_start(rows: Tensor, ratio: int, window: int) -> Tensor:
 
 
 def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Truth:
-    """Rank the dense mass once a tile; every O_k is a prefix of the order. Kept for all scorers and cells."""
+    """Rank the dense mass once a tile; every O_k is a prefix of the order. Kept for all scorers and cells.
+
+    Raises:
+        ValueError: a layer with compressed keys attends to another ratio or raw window.
+    """
+    compressed = tile.acts.compressed is not None
+    if compressed and tile.acts.window != window:
+        raise ValueError(f"selection.window={window}: layer {tile.acts.layer} has a raw window of {tile.acts.window}")
 
     def make() -> Truth:
-        visible, start = visible_lengths(tile.rows, ratio), raw_start(tile.rows, ratio, window)
+        visible = visible_lengths(tile.rows, ratio)
+        start = raw_start(tile.rows, 1 if compressed else ratio, window)  # such a layer has no tail but its window
         n = tile.length // ratio
         hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
         mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
@@ -85,7 +97,7 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
             best=mass.gather(-1, order.masked_fill(order < 0, n)).cumsum(-1),
             raw_start=start,
             raw_mass=tokens.masked_fill(~raw, 0.0).sum(-1),
-            outside=F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1)),
+            outside=mass if compressed else F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1)),
         )
 
     return tile.keep(("truth", share, ratio, window, kmax), make)
@@ -188,7 +200,7 @@ class Detail:
     at: Tensor  # int64 [E], places in the tile
     mass: Tensor  # float64 [g, heads, E, n + 1]: visible mass per head
     total: Tensor  # float64 [g, heads, E]
-    probabilities: Tensor  # float32 [g, heads, E, t]
+    probabilities: Tensor  # float32 [g, heads, E, e]
     left: Tensor | float  # the sink's share, [g, heads, E, 1]
     output: Tensor  # float32 [g, heads, E, dv]: dense attention output
 
@@ -201,7 +213,7 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
         if at.numel() == 0:
             return None
         p = tile.probabilities[:, at]
-        mass = group_sum(p, ratio).double()
+        mass = tile.by_position(p, ratio).double()
         visible = visible_lengths(tile.rows[at], ratio).unsqueeze(-1)
         hidden = torch.arange(mass.shape[-1], device=p.device) >= visible
         mass = exact(F.pad(mass.masked_fill(hidden, 0.0), (0, 1)))
@@ -213,7 +225,7 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
             total=per_group(mass.sum(-1), share, tile.kv_heads),
             probabilities=grouped,
             left=0.0 if taken is None else per_group(taken, share, tile.kv_heads),
-            output=_weighted(grouped, tile.acts.v[0].float()),
+            output=_weighted(grouped, tile.values),
         )
 
     return tile.keep(("detail", share, ratio), make)
@@ -225,7 +237,7 @@ def head_metrics(
     """worst_head_coverage and output_error of P selections, [K, P, g, R], NaN but for the detail rows.
 
     worst_head_coverage: smallest share of a head's own visible mass; heads without any do not count. output_error:
-    ‖o_S − o‖ / ‖o‖, softmax renormalised over the attended tokens, mean over the group's heads.
+    ‖o_S − o‖ / ‖o‖, softmax renormalised over the attended entries, mean over the group's heads.
     """
     order = order[:, :, few.at]
     worst = torch.stack([_worst_head(one, few, budgets) for one in order], dim=1)
@@ -247,9 +259,9 @@ def _worst_head(order: Tensor, few: Detail, budgets: Sequence[int]) -> Tensor:
 
 def _raw_output(tile: RowTile, true: Truth, few: Detail) -> tuple[Tensor, Tensor]:
     """What window and tail contribute: Σ p v [g, heads, E, dv]; Σ p and the sink share [g, heads, E, 1]."""
-    token = torch.arange(tile.length, device=tile.rows.device)
-    raw = few.probabilities * (token >= true.raw_start[few.at].unsqueeze(-1))
-    return _weighted(raw, tile.acts.v[0].float()), raw.sum(-1, keepdim=True) + few.left
+    entry = torch.arange(few.probabilities.shape[-1], device=tile.rows.device)
+    raw = few.probabilities * ((entry >= true.raw_start[few.at].unsqueeze(-1)) & (entry < tile.length))
+    return _weighted(raw, tile.values), raw.sum(-1, keepdim=True) + few.left
 
 
 def _output_error(
@@ -261,14 +273,15 @@ def _output_error(
     raw: tuple[Tensor, Tensor],
     budgets: Sequence[int],
 ) -> Tensor:
-    """float64 [K, g, E]; order [g, E, L] of the detail rows. Only the selected tokens' values are looked up.
+    """float64 [K, g, E]; order [g, E, L] of the detail rows. Only the selected entries' values are looked up.
 
     Sums go over whole stretches of the order and then what is left of k, so a value depends on its own k alone, not on
     the other budgets that are measured with it.
     """
     order = F.pad(order, (0, -order.shape[-1] % STRETCH), value=-1)
-    p, values = _selected_values(tile, order, ratio, true, few)
-    p, values = p.unflatten(-1, (-1, STRETCH * ratio)), values.unflatten(2, (-1, STRETCH * ratio))
+    width = 1 if tile.acts.compressed is not None else ratio  # entries of a position
+    p, values = _selected_values(tile, order, width, true, few)
+    p, values = p.unflatten(-1, (-1, STRETCH * width)), values.unflatten(2, (-1, STRETCH * width))
     out = _per_key_head(p, values).cumsum(3)  # [g, heads, E, stretches, dv]
     attended = p.sum(-1).cumsum(-1)
     errors = []
@@ -278,25 +291,29 @@ def _output_error(
         if whole:
             kept, mass = kept + out[..., whole - 1, :], mass + attended[..., whole - 1 : whole]
         if rest:
-            begun = p[..., whole : whole + 1, : rest * ratio]
-            kept = kept + _per_key_head(begun, values[:, :, whole : whole + 1, : rest * ratio])[..., 0, :]
+            begun = p[..., whole : whole + 1, : rest * width]
+            kept = kept + _per_key_head(begun, values[:, :, whole : whole + 1, : rest * width])[..., 0, :]
             mass = mass + begun.sum(-1)
         difference = kept / mass.clamp_min(1e-30) - few.output
         errors.append((difference.norm(dim=-1) / few.output.norm(dim=-1).clamp_min(1e-30)).mean(1).double())
     return torch.stack(errors)
 
 
-def _selected_values(tile: RowTile, order: Tensor, ratio: int, true: Truth, few: Detail) -> tuple[Tensor, Tensor]:
-    """Probabilities [g, heads, E, L * r], zero for what is attended raw anyway, and values [k, E, L * r, dv] of the
-    tokens of an order [g, E, L]."""
-    groups, heads, _, t = few.probabilities.shape
-    tokens = (order.unsqueeze(-1) * ratio + torch.arange(ratio, device=order.device)).flatten(2)
-    counted = (tokens >= 0) & (tokens < true.raw_start[few.at].unsqueeze(-1))
-    tokens = tokens.clamp(min=0)
-    p = few.probabilities.gather(-1, tokens.unsqueeze(1).expand(-1, heads, -1, -1)) * counted.unsqueeze(1)
-    v = tile.acts.v[0].float()
-    lines = tokens.repeat_interleave(v.shape[0] // groups, dim=0)
-    lines = lines + torch.arange(v.shape[0], device=order.device).view(-1, 1, 1) * t
+def _selected_values(tile: RowTile, order: Tensor, width: int, true: Truth, few: Detail) -> tuple[Tensor, Tensor]:
+    """Probabilities [g, heads, E, L * width], zero for what is attended raw anyway, and values [k, E, L * width, dv] of
+    the entries of an order [g, E, L]: each position's tokens, or its compressed one."""
+    groups, heads, _, end = few.probabilities.shape
+    entries = (order.unsqueeze(-1) * width + torch.arange(width, device=order.device)).flatten(2)
+    counted = entries >= 0
+    entries = entries.clamp(min=0)
+    if tile.acts.compressed is None:
+        counted &= entries < true.raw_start[few.at].unsqueeze(-1)
+    else:
+        entries += tile.length
+    p = few.probabilities.gather(-1, entries.unsqueeze(1).expand(-1, heads, -1, -1)) * counted.unsqueeze(1)
+    v = tile.values
+    lines = entries.repeat_interleave(v.shape[0] // groups, dim=0)
+    lines = lines + torch.arange(v.shape[0], device=order.device).view(-1, 1, 1) * end
     return p, F.embedding(lines, v.flatten(0, 1))
 
 

@@ -2,7 +2,8 @@
 
 Per layer, row tile, ratio and grouping the dense mass is ranked once; per scorer the index scores are ranked once. A
 cell then only reads: its top-k is a prefix of the order, and with a candidate pool the prefix of what a running count
-leaves of that order. So a further cell costs counting, not sorting.
+leaves of that order. So a further cell costs counting, not sorting. A layer that reuses another's selection reads the
+order that the other chose.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from sparsity_lab import metrics
-from sparsity_lab.cells import Candidate, Cell
+from sparsity_lab.cells import Candidate, Cell, cell_topology, index_sources
 from sparsity_lab.checks import check_selections
 from sparsity_lab.dense import RowTile
 from sparsity_lab.metrics import METRICS, NAN, Truth
 from sparsity_lab.scorers import Scorer
 from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks, visible_lengths
+from sparsity_lab.topology import NativeSelection, Topology
 
 # Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
 # bits whatever the order of rows, documents and shards.
@@ -29,18 +31,19 @@ VALUE_UNIT = 2.0**-36
 
 
 class Variant(NamedTuple):
-    """What changes a scorer's order beside the scores themselves."""
+    """What changes a layer's order beside the scores themselves."""
 
     share: str
     ratio: int
     scorer: str
     sinks: int
     excluded_window: int | None
+    index_sources: tuple[int, ...] | None
 
 
-def variant_of(cell: Cell) -> Variant:
-    s = cell.selection
-    return Variant(s.share, s.compress_ratio, cell.scorer, s.sinks, s.window if s.exclude_window else None)
+def variant_of(cell: Cell, scorer: Scorer) -> Variant:
+    s, sources = cell.selection, index_sources(cell, scorer)
+    return Variant(s.share, s.compress_ratio, cell.scorer, s.sinks, s.window if s.exclude_window else None, sources)
 
 
 def num_buckets(length: int) -> int:
@@ -121,7 +124,15 @@ class Tally:
 
 
 class DocumentPass:
-    """Evaluates every cell on one document, layer by layer. Between layers only the block ranks of sources are kept."""
+    """Evaluates every cell on one document, layer by layer.
+
+    Between layers only the block ranks of candidate sources are kept, and the first entries of orders that later layers
+    reuse.
+
+    Args:
+        num_layers: of the model; native: its own sparse attention, if it has one.
+        detail_rows: the rows on which per-head metrics are measured, int64 [E].
+    """
 
     def __init__(
         self,
@@ -129,63 +140,91 @@ class DocumentPass:
         scorers: Mapping[str, Scorer],
         tally: Tally,
         *,
+        num_layers: int,
+        native: NativeSelection | None = None,
         detail_rows: Tensor | None = None,
         checks: bool = True,
     ) -> None:
         self.cells = list(cells)
         self.scorers = scorers
         self.tally = tally
-        self.detail_rows = detail_rows  # the rows on which per-head metrics are measured, int64 [E]
+        self.detail_rows = detail_rows
         self.checks = checks
         self.block_ranks: dict[tuple[Variant, int, int, int], Tensor] = {}
+        self.chosen: dict[tuple[Variant, int], dict[Candidate | None, Tensor]] = {}
         self.by_variant: dict[Variant, list[int]] = defaultdict(list)
         self.kmax: dict[tuple[str, int], int] = defaultdict(int)
         for i, cell in enumerate(self.cells):
-            variant = variant_of(cell)
+            variant = variant_of(cell, scorers[cell.scorer])
             self.by_variant[variant].append(i)
             group = (variant.share, variant.ratio)
             self.kmax[group] = max(self.kmax[group], cell.selection.topk)
+        self.topologies: dict[Variant, Topology] = {
+            v: cell_topology(v.ratio, v.index_sources, num_layers, native) for v in self.by_variant
+        }
 
     def tile(self, tile: RowTile) -> None:
         """Evaluate all cells on one row tile of one layer."""
         for variant, members in self.by_variant.items():
-            scores = self.scorers[variant.scorer].scores(tile, variant.ratio, variant.share)
-            scores = scores.expand(tile.groups(variant.share), -1, -1)
-            scores = adjust_scores(
-                scores,
-                tile.rows,
-                variant.ratio,
-                window=variant.excluded_window or 0,
-                exclude_window=variant.excluded_window is not None,
-                sinks=variant.sinks,
-            )
-            self._publish(tile, variant, members, scores)
-            self._variant(tile, variant, members, scores)
+            source = self.topologies[variant].index_source(tile.acts.layer)
+            if source is None:
+                continue
+            searches: dict[int, dict[Candidate | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+            for i in members:
+                selection = self.cells[i].selection
+                pool = selection.candidate
+                # the source and the layers before it choose freely, as published
+                inside = pool if pool is not None and source > pool.source_layer else None
+                searches[selection.window][inside].append(i)
+            pools = dict.fromkeys(pool for pools in searches.values() for pool in pools)
+            orders = self._orders(tile, variant, source, pools)
+            for window, cells in searches.items():
+                true = metrics.truth(
+                    tile, variant.share, variant.ratio, window, self.kmax[variant.share, variant.ratio]
+                )
+                order = torch.stack([orders[pool] for pool in cells])
+                self._read(tile, variant, cells, order, true, own=source == tile.acts.layer)
 
-    def _publish(self, tile: RowTile, variant: Variant, members: Iterable[int], scores: Tensor) -> None:
+    def _orders(
+        self, tile: RowTile, variant: Variant, source: int, pools: Iterable[Candidate | None]
+    ) -> dict[Candidate | None, Tensor]:
+        """Per pool the order, int64 [g, R, L], that the layer chooses now or that its source has chosen before."""
+        layer, place = tile.acts.layer, (variant, int(tile.rows[0]))
+        last = max(i for i in self.tally.layers if self.topologies[variant].index_source(i) == source)
+        if layer > source:
+            kept = self.chosen[place] if layer < last else self.chosen.pop(place)
+            return {pool: order.long() for pool, order in kept.items()}
+        orders = self._select(tile, variant, pools)
+        if layer < last:
+            kmax = max(self.cells[i].selection.topk for i in self.by_variant[variant])
+            self.chosen[place] = {pool: order[..., :kmax].int() for pool, order in orders.items()}
+        return orders
+
+    def _select(
+        self, tile: RowTile, variant: Variant, pools: Iterable[Candidate | None]
+    ) -> dict[Candidate | None, Tensor]:
+        """Order the scores once; with a pool, what a walk along that order leaves of it."""
+        scores = self.scorers[variant.scorer].scores(tile, variant.ratio, variant.share)
+        scores = adjust_scores(
+            scores.expand(tile.groups(variant.share), -1, -1),
+            tile.rows,
+            variant.ratio,
+            window=variant.excluded_window or 0,
+            exclude_window=variant.excluded_window is not None,
+            sinks=variant.sinks,
+        )
+        self._publish(tile, variant, scores)
+        kmax = self.kmax[variant.share, variant.ratio]
+        order = order_positions(scores, kmax if set(pools) == {None} else None)
+        in_order: dict[tuple[int, int], Tensor] = {}
+        return {pool: self._inside(tile, variant, order, pool, kmax, in_order) for pool in pools}
+
+    def _publish(self, tile: RowTile, variant: Variant, scores: Tensor) -> None:
         layer = tile.acts.layer
-        pools = {self.cells[i].selection.candidate for i in members}
+        pools = {self.cells[i].selection.candidate for i in self.by_variant[variant]}
         for block_size in {p.block_size for p in pools if p is not None and p.source_layer == layer}:
             ranks = rank_blocks(scores, visible_lengths(tile.rows, variant.ratio), block_size)
             self.block_ranks[variant, layer, block_size, int(tile.rows[0])] = ranks
-
-    def _variant(self, tile: RowTile, variant: Variant, members: Sequence[int], scores: Tensor) -> None:
-        """Order the scores once, then read all cells that share it: per window, one walk for every pool and k."""
-        searches: dict[int, dict[Candidate | None, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for i in members:
-            selection = self.cells[i].selection
-            pool = selection.candidate
-            # the source and the layers before it choose freely, as published
-            inside = pool if pool is not None and tile.acts.layer > pool.source_layer else None
-            searches[selection.window][inside].append(i)
-        pooled = any(pool is not None for pools in searches.values() for pool in pools)
-        kmax = self.kmax[variant.share, variant.ratio]
-        order = order_positions(scores, None if pooled else kmax)
-        in_order: dict[tuple[int, int], Tensor] = {}
-        for window, pools in searches.items():
-            true = metrics.truth(tile, variant.share, variant.ratio, window, kmax)
-            orders = [self._inside(tile, variant, order, pool, kmax, in_order) for pool in pools]
-            self._read(tile, variant, pools, torch.stack(orders), true)
 
     def _ranks(self, tile: RowTile, variant: Variant, pool: Candidate) -> Tensor:
         return self.block_ranks[variant, pool.source_layer, pool.block_size, int(tile.rows[0])]
@@ -215,8 +254,12 @@ class DocumentPass:
         pools: Mapping[Candidate | None, Sequence[int]],
         order: Tensor,
         true: Truth,
+        own: bool,
     ) -> None:
-        """All metrics of the cells of every pool into the tally; order [P, g, R, L], a pool each."""
+        """All metrics of the cells of every pool into the tally; order [P, g, R, L], a pool each.
+
+        own: the layer chose it itself.
+        """
         cells = [i for members in pools.values() for i in members]
         budgets = sorted({self.cells[i].selection.topk for i in cells})
         found = metrics.selection_metrics(order, variant.ratio, tile.rows, true, budgets)
@@ -234,7 +277,7 @@ class DocumentPass:
         ks = torch.tensor(budgets, device=order.device).unsqueeze(-1)
         if self.checks:
             examples = {p: self.cells[members[0]] for p, members in pools.items()}
-            check_selections(tile, examples, ranks, order, true, values, budgets)
+            check_selections(tile, examples, ranks, order, true, values, budgets, own)
         at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]
         at_pool = [p for p, members in enumerate(pools.values()) for _ in members]
         self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, (at_k, at_pool))

@@ -13,7 +13,8 @@ from sparsity_lab.metrics import METRICS
 from sparsity_lab.results import ORDER, Results
 
 POOL = ["candidate_source_layer", "candidate_topk_blocks", "candidate_block_size"]
-CURVE = ["scorer", "scorer_options", *POOL]  # what tells the curves of one panel and ratio apart
+REUSE = "index_source_layers"
+CURVE = ["scorer", "scorer_options", REUSE, *POOL]  # what tells the curves of one panel and ratio apart
 COUNTS = ["rows", "saturated", "empty", "documents"]
 
 
@@ -58,7 +59,8 @@ def curve_table(
         table = table[table["layer"] == layer].copy()
     table["scorer_options"] = table["scorer_options"].map(lambda o: json.dumps(o, sort_keys=True))
     table[POOL] = table[POOL].apply(pd.to_numeric).astype(float)
-    table["bound"] = table["scorer"].isin(ENVELOPE) & table[POOL].isna().all(axis=1)
+    table[REUSE] = table.get(REUSE)  # results of before there was reuse
+    table["bound"] = table["scorer"].isin(ENVELOPE) & table[[REUSE, *POOL]].isna().all(axis=1)
     table["saturated_share"] = table["saturated"] / (table["rows"] + table["saturated"])
     table = choose(table, scorer, ratio, where).astype(dict.fromkeys(POOL, "Int64"))
     if strict:
@@ -135,7 +137,8 @@ def _refuse_twins(table: pd.DataFrame, keys: Sequence[str]) -> None:
 
 
 def curve_labels(table: pd.DataFrame, leave_out: Sequence[str] = ()) -> pd.Series:
-    """Short names of curves: the scorer, its options where one name has several, and the pool where any has one.
+    """Short names of curves: the scorer, its options where one name has several, the layers that select where others
+    reuse, and the pool where any has one.
 
     leave_out: fields of CURVE that the panel's title tells already.
     """
@@ -152,7 +155,8 @@ def curve_labels(table: pd.DataFrame, leave_out: Sequence[str] = ()) -> pd.Serie
         parts = [] if "scorer" in leave_out else [row.scorer]
         parts += [f"({mine})"] if mine else []
         name = " ".join(parts)
-        return ", ".join(filter(None, (name, pool_label(row, leave_out) if pooled and not row.bound else "")))
+        reuse = "" if pd.isna(row.index_source_layers) else f"selected in layers {row.index_source_layers}"
+        return ", ".join(filter(None, (name, reuse, pool_label(row, leave_out) if pooled and not row.bound else "")))
 
     labels = [label(row) for row in table.itertuples(index=False)]
     return pd.Series(labels, index=table.index, dtype=object)
@@ -229,10 +233,18 @@ def facts(results: Results, table: pd.DataFrame, layer: int | None) -> list[str]
     if layer is not None:
         parts.append(f"layer {layer}")
     elif "layer" not in table:
-        parts.append(f"mean of {plural(results.tallies['layer'].nunique(), 'layer')}")
+        parts.append(f"mean of {layers_averaged(results)}")
     if "layer" not in table or layer is not None:
         parts.append("band: 95 % interval over documents" if documents[-1] > 1 else "one document, so no interval")
     return parts
+
+
+def layers_averaged(results: Results) -> str:
+    """How many layers the means are over; a cell may apply to some of the layers only."""
+    counts = results.tallies.groupby("cell_id")["layer"].nunique()
+    if counts.min() != counts.max():
+        return f"each cell's own layers ({counts.min()} to {counts.max()})"
+    return plural(int(counts.max()), "layer")
 
 
 def plural(count: int, noun: str) -> str:

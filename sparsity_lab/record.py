@@ -117,8 +117,14 @@ def describe(
     """What a recording is of: the part of its manifest that stays the same while documents are added.
 
     Raises:
-        ValueError: no documents, documents too long for the model, layers it does not have, rows below 1.
+        ValueError: no documents, documents too long for the model, layers it does not have, rows below 1, a model with
+            sparse attention of its own.
     """
+    if model.native is not None:
+        raise ValueError(
+            f"model={model.name}: has sparse attention of its own, of which a recording would hold neither compressed "
+            "keys nor index scores; measure it live with experiments/recall.py"
+        )
     if not len(documents):
         raise ValueError("data: no documents to record")
     length = int(documents[0].tokens.numel())

@@ -56,8 +56,9 @@ class Topology:
             raise ValueError("compress_ratios=[]: needs one entry a layer")
         if any(ratio < 0 for ratio in self.compress_ratios):
             raise ValueError(f"compress_ratios={list(self.compress_ratios)}: must not be negative")
-        self._check_sources("kv_source_layers", self.kv_source_layers)
+        # index sources first: attached indexers are given by them alone
         self._check_sources("index_source_layers", self.index_source_layers)
+        self._check_sources("kv_source_layers", self.kv_source_layers)
         for layer in self.kv_source_layers:
             if layer not in self.index_source_layers:
                 raise ValueError(

@@ -22,6 +22,7 @@ from sparsity_lab.documents import Document, Documents
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.passes import DocumentPass, Tally
 from sparsity_lab.scorers import BASELINES, Scorer
+from sparsity_lab.topology import NativeSelection
 
 VOCABULARY = 64
 FULL = torch.float64
@@ -49,7 +50,7 @@ class FakeModel:
     hidden_size: int = 24
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokenizer: Any = None
-    native: None = None
+    native: NativeSelection | None = None
     observed: list[list[int]] = field(default_factory=list)  # the layers of every forward so far
 
     def windows(self) -> dict[int, int | None]:
@@ -136,13 +137,16 @@ def run(
     tiles: Sequence[RowTile],
     *,
     scorers: Mapping[str, Scorer] | None = None,
+    native: NativeSelection | None = None,
     detail_rows: Tensor | None = None,
     checks: bool = True,
 ) -> RecordingTally:
     """The cells on ready tiles of one document."""
     tally = RecordingTally(len(cells), sorted({t.acts.layer for t in tiles}), tiles[0].length, torch.device("cpu"))
     everything = {name: make() for name, make in BASELINES.items()} | dict(scorers or {})
-    evaluator = DocumentPass(cells, everything, tally, detail_rows=detail_rows, checks=checks)
+    evaluator = DocumentPass(
+        cells, everything, tally, num_layers=tally.layers[-1] + 1, native=native, detail_rows=detail_rows, checks=checks
+    )
     for tile in tiles:
         evaluator.tile(tile)
     return tally

@@ -72,7 +72,24 @@ def dense_probabilities(
 
     Rows sum to 1, or to less than 1 with a sink. Query head i uses KV head i // (h // hk).
     """
-    logits = attention_logits(q, k, scale, softcap, window)
+    return probabilities(attention_logits(q, k, scale, softcap, window), sink)
+
+
+def compressed_logits(q, k, scale: float, softcap: float | None, ratio: int) -> np.ndarray:
+    """Logits of compressed keys: q [h,s,d], k [hk,n,d] -> [h,s,n]; a position is seen once its last token is past."""
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    logits = np.full((len(q), q.shape[1], k.shape[1]), -np.inf)
+    for head in range(len(q)):
+        for row in range(q.shape[1]):
+            for j in range(k.shape[1]):
+                if j * ratio + ratio - 1 <= row:
+                    value = float((q[head, row] * k[head // (len(q) // len(k)), j]).sum()) * scale
+                    logits[head, row, j] = value if softcap is None else softcap * math.tanh(value / softcap)
+    return logits
+
+
+def probabilities(logits: np.ndarray, sink=None) -> np.ndarray:
+    """A softmax a head and row: logits [h,s,e] -> float64 [h,s,e]."""
     p = np.zeros_like(logits)
     for head in range(logits.shape[0]):
         for row in range(logits.shape[1]):
@@ -241,6 +258,39 @@ def measure_row(
     }
 
 
+def measure_compressed_row(
+    row: int, t: int, p, logits, values, sinks, selected: list[int], pool: list[int] | None, *, ratio, topk, window
+) -> dict[str, Any]:
+    """The same where the layer attends to compressed keys: p, logits and values hold t raw tokens, then the positions.
+
+    Nothing is attended raw but the window. A compressed position is an entry of its own beside the tokens it stands
+    for, and its mass is what that entry gets; `density` counts tokens, each once.
+    """
+    visible = (row + 1) // ratio
+    mass = head_mean(p[:, t : t + visible])
+    oracle = best(mass, range(visible), topk)
+    raw = list(range(max(0, row - window + 1), row + 1))
+    stood_for = {u for j in selected for u in range(j * ratio, (j + 1) * ratio)}
+    return set_metrics(mass, topk, selected, oracle, pool) | {
+        "selected": selected,
+        "oracle": oracle,
+        "pool": pool,
+        "total_coverage": total(head_mean(p), [*raw, *(t + j for j in selected)]),
+        "density": len(stood_for | set(raw)) / (row + 1),
+        "worst_head_coverage": worst_head_coverage(p[:, t:], selected, 1, visible),
+        "output_error": output_error(logits, values, sinks, [*raw, *(t + j for j in selected)]),
+    }
+
+
+def index_source(layer: int, sources: Sequence[int] | None) -> int | None:
+    """The layer whose selection `layer` uses: the latest source at or before it; None: there is none yet."""
+    found = layer if sources is None else None
+    for source in sources or ():
+        if source <= layer:
+            found = source
+    return found
+
+
 def measure(
     q,
     k,
@@ -261,19 +311,23 @@ def measure(
     block_size: int | None = None,
     exclude_window: bool = False,
     sinks: int = 0,
+    compressed=None,
 ) -> list[dict[str, Any]]:
     """Every metric of one layer and one cell: one dict per (group, row), groups outermost.
 
     q [h,s,d], k [hk,t,d], v [hk,t,dv]; `rows` absolute positions; `index_scores` and `pool_scores` [g, len(rows), n],
     entries at or beyond the visible length ignored. `window` is the cell's (always attended raw); `model_window` is the
     layer's own sliding window, part of the dense probability. `sink` [h] are logits, `sinks` a number of positions.
+    `compressed`: keys [hk,n,d] and values [hk,n,dv] that stand beside the raw window in one softmax.
     """
     if topk < 1 or (pool_scores is not None and (not topk_blocks or not block_size)):
         raise ValueError(f"topk={topk}, topk_blocks={topk_blocks}, block_size={block_size}: need at least 1")
-    h, hk = len(q), len(k)
-    logits = attention_logits(q, k, scale, softcap, model_window)
-    p = dense_probabilities(q, k, scale, softcap, sink, model_window)
-    values = np.asarray(v, np.float64)[[i // (h // hk) for i in range(h)]]
+    h, hk, t = len(q), len(k), len(k[0])
+    logits, values = attention_logits(q, k, scale, softcap, model_window), np.asarray(v, np.float64)
+    if compressed is not None:
+        more = compressed_logits(q, compressed[0], scale, softcap, ratio)
+        logits, values = np.concatenate([logits, more], 2), np.concatenate([values, compressed[1]], 1)
+    p, values = probabilities(logits, sink), values[[i // (h // hk) for i in range(h)]]
     cell = {"ratio": ratio, "topk": topk, "window": window, "exclude_window": exclude_window, "sinks": sinks}
     cell |= {"topk_blocks": topk_blocks, "block_size": block_size}
     results = []
@@ -289,7 +343,11 @@ def measure(
                 chosen = select(row, visible, index_scores[group][i], pool_row, **cell)
                 sink_row = None if sink is None else [float(sink[head]) for head in heads]
                 dense = (p[heads, row], logits[heads, row], values[heads], sink_row)
-                result |= measure_row(row, *dense, *chosen, ratio=ratio, topk=topk, window=window)
+                options = {"ratio": ratio, "topk": topk, "window": window}
+                if compressed is None:
+                    result |= measure_row(row, *dense, *chosen, **options)
+                else:
+                    result |= measure_compressed_row(row, t, *dense, *chosen, **options)
     return results
 
 

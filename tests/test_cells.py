@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -43,6 +44,12 @@ def test_numbers_of_a_pool_must_be_whole(key, value):
         ({"exclude_window": "false"}, "selection.exclude_window='false': must be true or false"),
         ({"exclude_window": 0}, "selection.exclude_window=0: must be true or false"),
         ({"exclude_window": None}, "selection.exclude_window=None: must be true or false"),
+        ({"index_source_layers": ()}, "selection.index_source_layers=(): must be null or a list of layers"),
+        ({"index_source_layers": "0,8"}, "selection.index_source_layers='0,8': must be null or a list of layers"),
+        ({"index_source_layers": [0, "8"]}, "selection.index_source_layers='8': must be a whole number"),
+        ({"index_source_layers": [-1, 8]}, "selection.index_source_layers=-1: must be at least 0"),
+        ({"index_source_layers": [8, 0]}, "selection.index_source_layers=[8, 0]: must be ascending, each layer once"),
+        ({"index_source_layers": [0, 0]}, "selection.index_source_layers=[0, 0]: must be ascending, each layer once"),
     ],
 )
 def test_bad_selections(fields, message):
@@ -70,7 +77,9 @@ def test_a_pool_must_hold_the_selection_even_when_the_newest_block_has_just_begu
     most = (topk_blocks - 1) * block_size + 1  # whole blocks, and one visible position in the pinned block
     Selection(topk=most, candidate=pool)
     with pytest.raises(
-        ValueError, match=f"topk_blocks={topk_blocks} x block_size={block_size}.*selection.topk={most + 1}"
+        ValueError,
+        match=f"selection.candidate.topk_blocks={topk_blocks} x selection.candidate.block_size={block_size} .*"
+        f"fewer than selection.topk={most + 1};",
     ):
         Selection(topk=most + 1, candidate=pool)
 
@@ -125,6 +134,30 @@ def test_pools_are_multiplied_out():
     assert grid("quest", topk=4, candidate=POOL) == [Cell("quest", Selection(topk=4, candidate=Candidate(**POOL)))]
 
 
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, [None]),
+        ([0, 8], [(0, 8)]),
+        ((0, 8), [(0, 8)]),
+        ([[0, 8], [0, 4, 8]], [(0, 8), (0, 4, 8)]),
+        ([None, [0, 8]], [None, (0, 8)]),
+        ([None], [None]),
+    ],
+)
+def test_a_list_of_layers_is_one_value(value, wanted):
+    assert [c.selection.index_source_layers for c in grid(index_source_layers=value)] == wanted
+    assert grid(zipped=[{"index_source_layers": value}]) == grid(index_source_layers=value)
+
+
+def test_bad_lists_of_layers():
+    cells, failed = expand("quest", index_source_layers=[[0, 8], [8, 0], []])
+    assert [c.selection.index_source_layers for c in cells] == [(0, 8)]
+    assert [f["reason"].split(":")[0] for f in failed] == [
+        "selection.index_source_layers=[8, 0]", "selection.index_source_layers=[]",
+    ]  # fmt: skip
+
+
 def test_zipped_values_are_matched():
     cells = grid("quest", window=[1, 2], zipped=[{"topk": 64, "compress_ratio": 1}, {"topk": 16, "compress_ratio": 4}])
     found = [(c.selection.topk, c.selection.compress_ratio, c.selection.window) for c in cells]
@@ -145,7 +178,9 @@ def test_unknown_keys(options):
         expand("quest", **options)
 
 
-@pytest.mark.parametrize("options", [{"topk": []}, {"candidate": []}, {"candidate": POOL | {"block_size": []}}])
+@pytest.mark.parametrize(
+    "options", [{"topk": []}, {"index_source_layers": []}, {"candidate": []}, {"candidate": POOL | {"block_size": []}}]
+)
 def test_no_value(options):
     key = next(iter(options))
     with pytest.raises(ValueError, match=rf"selection.{key}=\[\]: needs at least one value"):
@@ -196,22 +231,28 @@ def test_envelope_adds_single_level_bounds_once():
     assert with_envelope([pooled, free, bounds[0]]) == [pooled, free, bounds[0], *bounds[1:]]
     assert with_envelope([free], ("oracle",)) == [free, bounds[0]]
     assert with_envelope([]) == []
+    reusing = Cell("quest", dataclasses.replace(pooled.selection, index_source_layers=(0, 1, 2)))
+    assert with_envelope([reusing]) == [reusing, *bounds]
 
 
 def test_fields_are_flat_and_the_same_for_every_cell():
     pooled, free = grid("quest", topk=4, sinks=2, candidate=[POOL, None])
     assert pooled.fields() == {
         "scorer": "quest", "compress_ratio": 1, "topk": 4, "window": 128, "share": "layer", "exclude_window": False,
-        "sinks": 2, "candidate_source_layer": 1, "candidate_topk_blocks": 20, "candidate_block_size": 4,
+        "sinks": 2, "index_source_layers": None, "candidate_source_layer": 1, "candidate_topk_blocks": 20,
+        "candidate_block_size": 4,
     }  # fmt: skip
     assert list(free.fields()) == list(pooled.fields())
     assert free.fields()["candidate_source_layer"] is None
+    assert Selection(index_source_layers=[0, 8]) == Selection(index_source_layers=(0, 8))
+    assert Cell("quest", Selection(index_source_layers=(0, 8))).fields()["index_source_layers"] == "0,8"
 
 
 def test_labels_tell_a_pool():
     pooled, free = grid("quest", topk=4, candidate=[POOL, None])
     assert free.label() == "quest ratio 1 top-4"
     assert pooled.label() == "quest ratio 1 top-4 pool 20x4 of layer 1"
+    assert Cell("quest", Selection(index_source_layers=(0, 8))).label() == "quest ratio 1 top-64 sources 0,8"
 
 
 def test_cell_ids():
@@ -227,3 +268,7 @@ def test_cell_ids():
     assert cell_id(one, {"name": "quest", "head_reduction": "logit"}, {"seed": 0}) not in ids
     assert cell_id(one, {"b": 1, "a": 2}, {}) == cell_id(one, {"a": 2, "b": 1}, {})
     assert cell_id(Cell("by another name", one.selection), {"name": "quest"}, {"seed": 0}) == ids[0]
+    reused = [
+        Cell("quest", dataclasses.replace(one.selection, index_source_layers=s)) for s in ((0,), (0, 2), (0, 1, 2))
+    ]
+    assert len({cell_id(cell, {"name": "quest"}, {"seed": 0}) for cell in [*cells, *reused]}) == len(cells) + 3

@@ -296,6 +296,7 @@ CHANGES = {
     "share": {"cells": [cell(share="kv_head")]},
     "exclude_window": {"cells": [cell(exclude_window=True)]},
     "sinks": {"cells": [cell(sinks=1)]},
+    "sources": {"cells": [cell(index_source_layers=(0, 2))]},
     "pool": {"cells": [cell(pool=(0, 4, 2))]},
     "pool's source": {"cells": [cell(pool=(1, 4, 2))]},
     "pool's blocks": {"cells": [cell(pool=(0, 5, 2))]},
@@ -361,7 +362,14 @@ def test_ids_are_for_good():
 def test_the_description_of_a_cell():
     [found] = measure(FakeModel(), documents(1, LENGTH), [cell()], rows=8, seed=3, envelope=False).cells.values()
     wanted = {"scorer": "quest", "compress_ratio": 2, "topk": 4, "window": 3, "share": "layer"}
-    wanted |= {"exclude_window": False, "sinks": 0, "model": "fake", "data": "random", "length": LENGTH}
+    wanted |= {
+        "exclude_window": False,
+        "sinks": 0,
+        "index_source_layers": None,
+        "model": "fake",
+        "data": "random",
+        "length": LENGTH,
+    }
     wanted |= {"dtype": "float32", "device": "cpu", "seed": 3, "sampled_rows": 8}
     assert found == wanted | NO_POOL | {"scorer_options": {"name": "quest", "head_reduction": "softmax"}}
 

@@ -107,6 +107,29 @@ def test_incomplete_tail_group_is_attended_but_not_visible():
     check(result, coverage=6 / 8, oracle_coverage=6 / 8, total_coverage=7 / 9, density=3 / 5, worst_head_coverage=6 / 8)
 
 
+def test_compressed_positions_are_entries_of_their_own():
+    # row 5 sees raw token 5 (weight 1) and three compressed positions (weights 3 5 1): p = .1 | .3 .5 .1
+    q, k = from_weights(WEIGHTS)
+    compressed = np.log([[3.0, 5, 1]])[:, :, None], np.array([[0.0, 1, 1]])[:, :, None]
+    values, scores = np.array([VALUES], np.float64)[:, :, None], np.array([[[9.0, 1, 5]]])
+    options = {"scale": 1.0, "ratio": 2, "window": 1, "model_window": 1, "compressed": compressed}
+    [result] = naive.measure(q, k, values, [5], topk=2, index_scores=scores, **options)
+    check(result, visible=3, selected=[0, 2], oracle=[0, 1], recall=0.5, coverage=4 / 9, oracle_coverage=8 / 9)
+    # Attended: token 5 and two positions, mass .1 + .3 + .1; they stand for tokens 0 1 4 5, of which 5 is raw too.
+    check(result, total_coverage=0.5, density=4 / 6, worst_head_coverage=4 / 9, top1_hit=0)
+    check(result, output_error=(0.7 - 0.2 / 0.5) / 0.7)
+    [everything] = naive.measure(q, k, values, [5], topk=3, index_scores=scores, **options)
+    check(everything, total_coverage=1.0, density=1.0, output_error=0.0)
+    # row 4: token 4 | two positions; the incomplete group is nothing but the window: 1 + 4 of 5 tokens
+    [result] = naive.measure(q, k, values, [4], topk=2, index_scores=scores, **options)
+    check(result, visible=2, saturated=True, selected=[0, 1], total_coverage=1.0, density=1.0, output_error=0.0)
+
+
+def test_the_latest_source_at_or_before_a_layer():
+    assert [naive.index_source(layer, [1, 4]) for layer in range(6)] == [None, 1, 1, 1, 4, 4]
+    assert [naive.index_source(layer, None) for layer in range(3)] == [0, 1, 2]
+
+
 def test_window_is_clipped_and_may_overlap_the_selection():
     [one] = measure_one([3], [0, 9], window=3)
     check(one, selected=[1], density=3 / 4, total_coverage=7 / 8)  # tokens 2 3 and 1 2 3
