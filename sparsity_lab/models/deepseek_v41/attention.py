@@ -165,7 +165,7 @@ class Attention(nn.Module):
             x=x,
             output=self.shard.gather(out, 2),
             scale=self.config.head_dim**-0.5,
-            sink=self.shard.gather(self.attn_sink, 0),
+            sink=self.shard.gather(self.attn_sink.detach(), 0),
             window=self.config.sliding_window,
             compressed=keys,
             selected=selected,

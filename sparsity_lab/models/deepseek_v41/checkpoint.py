@@ -32,6 +32,8 @@ Layout = Literal["published", "unquantised"]
 log = logging.getLogger("sparsity_lab")
 _FOREIGN = ("vision.", "aligner.", "mtp.", "image_start", "image_end", "image_newline")
 _INDEX = "model.safetensors.index.json"
+_PACKED = ("I8", "U8")  # safetensors' names of the types that fp4 is packed into
+_LOW_PRECISION = ("F8_E4M3", *_PACKED)
 _NAMED = 12  # names an error lists of each kind
 # what the published layout stores in fp8; routed experts are fp4, the rest bfloat16 or float32
 _FP8 = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "indexer.wq_b", "engram.wkv", "engram.embed")
@@ -121,7 +123,7 @@ class _Stored:
             return paths
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"model.path={self.folder}: {_INDEX} is damaged ({error!r})") from error
         return [self.folder / name for name in sorted(names)]
 
@@ -133,23 +135,23 @@ class _Stored:
         """The shape of a tensor once dequantised."""
         part = self.files[name].get_slice(name)
         shape = list(part.get_shape())
-        return [*shape[:-1], shape[-1] * 2] if part.get_dtype() in ("I8", "U8") else shape
+        return [*shape[:-1], shape[-1] * 2] if part.get_dtype() in _PACKED else shape
 
     def scale_of(self, name: str) -> str | None:
-        """Name of the scale tensor beside a weight, None where it is stored plain."""
-        scale = name.removesuffix(".weight") + ".scale"
-        return scale if name.endswith(".weight") and scale in self.files else None
+        """Name of the scale tensor that belongs beside a low-precision weight, None where it is stored plain."""
+        low = self.files[name].get_slice(name).get_dtype() in _LOW_PRECISION
+        return name.removesuffix(".weight") + ".scale" if low else None
 
     def check(self, wanted: Mapping[str, Slot], elsewhere: set[str], *, engram: bool) -> None:
         """Raise ValueError unless the folder holds exactly what is wanted here or in other processes."""
-        missing = [name for name in wanted if name not in self.files]
         there = [name for name in wanted if name in self.files]
+        scales = dict.fromkeys(scale for name in there if (scale := self.scale_of(name)))
+        missing = [name for name in [*wanted, *scales] if name not in self.files]
         misshapen = [
             f"{name} is {self.shape(name)}, must be {list(wanted[name].shape)}"
             for name in there
             if self.shape(name) != list(wanted[name].shape)
         ]
-        scales = {self.scale_of(name) for name in there}
         unknown = [
             name
             for name in self.files
@@ -165,7 +167,12 @@ class _Stored:
         """A whole tensor on the device, dequantised."""
         values = self.files[name].get_tensor(name).to(device)
         scale = self.scale_of(name)
-        return values if scale is None else dequantise(values, self.files[scale].get_tensor(scale).to(device))
+        if scale is None:
+            return values
+        try:
+            return dequantise(values, self.files[scale].get_tensor(scale).to(device))
+        except ValueError as error:
+            raise ValueError(f"model.path={self.folder}: {name}: {error}") from error
 
 
 def published_name(name: str) -> str:
@@ -216,10 +223,18 @@ def save_checkpoint(
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write(model, temporary, layout, max_shard_bytes)
+        temporary.chmod(0o777 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    """What new folders leave out; mkdtemp makes private ones."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _write(model: DeepseekV41Model, folder: Path, layout: Layout, limit: int) -> None:

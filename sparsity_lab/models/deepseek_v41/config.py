@@ -43,6 +43,10 @@ class EngramConfig:
     pad_token_id: int
     compressed_vocab_size: int
 
+    def __post_init__(self) -> None:
+        for name in ("layer_ids", "num_embeddings"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class DeepseekV41Config:
@@ -106,6 +110,11 @@ class DeepseekV41Config:
         check_format(self.window_quant, self.head_dim)
         check_format(self.kv_quant, self.head_dim)
         check_format(self.index_quant, self.index_head_dim)
+        tables = self.engram.layer_ids if self.engram else ()
+        if any(not 0 <= layer < self.num_hidden_layers for layer in tables):
+            raise ValueError(
+                f"engram_layer_ids={list(tables)}: must lie within the model's layers 0 to {self.num_hidden_layers - 1}"
+            )
         source = topology.candidate_source_layer
         if source is not None:
             if not self.allow_small_pool:
@@ -149,11 +158,15 @@ class DeepseekV41Config:
         given |= {new: given[old] for old, new in _PUBLISHED_NAMES.items() if old in given}
         layers = given.get("num_hidden_layers")
         if layers is not None and "compress_ratios" in given:
+            if layers > len(given["compress_ratios"]):
+                raise ValueError(
+                    f"num_hidden_layers={layers}: compress_ratios has {len(given['compress_ratios'])} entries"
+                )
             given["compress_ratios"] = given["compress_ratios"][:layers]  # draft layers follow in published files
         if given.get("candidate_source_layer") == -1:
             given["candidate_source_layer"] = None
         _refuse_foreign(given)
-        given.setdefault("yarn", _yarn(given.get("rope_scaling")))
+        given.setdefault("yarn", _yarn(given))
         given.setdefault("engram", _engram(given))
         for name, kind in (("yarn", YarnConfig), ("engram", EngramConfig)):
             if isinstance(given[name], Mapping):
@@ -228,10 +241,12 @@ def _refuse_foreign(given: Mapping[str, Any]) -> None:
         raise ValueError("tie_word_embeddings=True: a DeepSeek V4.1 model has a head of its own")
 
 
-def _yarn(scaling: Mapping[str, Any] | None) -> YarnConfig | None:
-    if not scaling:
+def _yarn(given: Mapping[str, Any]) -> YarnConfig | None:
+    # configurations written by transformers 5 may hold the latter only
+    scaling = given.get("rope_scaling") or (given.get("rope_parameters") or {}).get("compress") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
         return None
-    kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "yarn":
         raise ValueError(f"rope_scaling.rope_type={kind!r}: must be yarn, or rope_scaling null")
     names = [field.name for field in dataclasses.fields(YarnConfig)]
@@ -245,7 +260,6 @@ def _engram(given: Mapping[str, Any]) -> EngramConfig | None:
     lacking = [f"engram_{name}" for name, value in values.items() if value is None]
     if lacking:
         raise ValueError(f"config of a DeepSeek V4.1 model with engram tables: {', '.join(lacking)} missing")
-    values |= {name: tuple(values[name]) for name in ("layer_ids", "num_embeddings")}
     return EngramConfig(**values)
 
 

@@ -71,6 +71,8 @@ def compressed_token_map(tokenizer: Any, config: DeepseekV41Config) -> Tensor:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("engram tables need the checkpoint's own fast tokenizer, and there is none")
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"vocab_size={config.vocab_size}: the checkpoint's tokenizer has {len(tokenizer)} tokens")
     lone = "\ue000"  # a private character, so that a token of a single space survives stripping
     normal = normalizers.Sequence(
         [

@@ -158,29 +158,35 @@ class DeepseekV41Model(nn.Module):
         device = self.lm_head.weight.device
         if table is None or table.shape[0] < length or table.device != device:
             c, yarn = self.config, self.config.yarn if compressed else None
-            table = precompute_freqs_cis(
-                c.qk_rope_head_dim,
-                1 << (length - 1).bit_length(),
-                0 if yarn is None else yarn.original_max_position_embeddings,
-                c.compress_rope_theta if compressed else c.rope_theta,
-                1.0 if yarn is None else yarn.factor,
-                32 if yarn is None else yarn.beta_fast,
-                1 if yarn is None else yarn.beta_slow,
-            ).to(device)
+            # kept for later calls, which may train: not one of autograd's inference tensors
+            with torch.inference_mode(False):
+                table = precompute_freqs_cis(
+                    c.qk_rope_head_dim,
+                    1 << (length - 1).bit_length(),
+                    0 if yarn is None else yarn.original_max_position_embeddings,
+                    c.compress_rope_theta if compressed else c.rope_theta,
+                    1.0 if yarn is None else yarn.factor,
+                    32 if yarn is None else yarn.beta_fast,
+                    1 if yarn is None else yarn.beta_slow,
+                ).to(device)
             self._tables[compressed] = table
         return table
+
+    def check_ids(self, input_ids: Tensor) -> None:
+        """Raise ValueError unless these are tokens of this vocabulary, [b, s]."""
+        if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
+            raise ValueError(f"input_ids {input_ids.dtype} {list(input_ids.shape)}: must be whole numbers [b, s]")
+        low, high = (int(x) for x in input_ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"input_ids {low} to {high}: the vocabulary has 0 to {self.config.vocab_size - 1}")
 
     def _check_input(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache, observer: Observer | None
     ) -> None:
-        if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
-            raise ValueError(f"input_ids {input_ids.dtype} {list(input_ids.shape)}: must be whole numbers [b, s]")
+        self.check_ids(input_ids)
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError(
                 "attention_mask has zeros: padded batches are not supported, run ragged prompts one by one"
             )
-        low, high = (int(x) for x in input_ids.aminmax())
-        if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(f"input_ids {low} to {high}: the vocabulary has 0 to {self.config.vocab_size - 1}")
         if observer is not None and cache.length:
             raise ValueError(f"observer: needs a whole prompt, but the cache holds {cache.length} tokens already")

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsity_lab.activations import Observer
+from sparsity_lab.activations import LayerActivations, Observer
 from sparsity_lab.models.deepseek_v41.config import SIZES, DeepseekV41Config
 from sparsity_lab.models.deepseek_v41.init import INIT_VERSION, random_model
 from sparsity_lab.models.deepseek_v41.model import DeepseekV41Model
 from sparsity_lab.models.deepseek_v41.parallel import launched
 from sparsity_lab.models.loading import fingerprint, resolve_device, resolve_dtype
+from sparsity_lab.quant import QuantFormat
 from sparsity_lab.topology import NativeSelection
 
 ATTENTIONS = ("native", "dense")
@@ -77,8 +78,24 @@ class DeepseekV41:
             raise ValueError(f"layers={unknown}: {self.name} has layers 0 to {self.num_layers - 1}")
         if tokens.ndim != 2 or tokens.shape[0] != 1:
             raise ValueError(f"tokens {list(tokens.shape)}: must be [1, t], one document without padding at a time")
+        self.model.check_ids(tokens)
+        if self.model.shard.world == 1:
+            self._run(tokens, observer, wanted)
+            return
         self._announce(tokens, wanted)
-        self._run(tokens, observer, wanted)
+        errors: list[BaseException] = []
+
+        def until_it_fails(activations: LayerActivations) -> None:
+            # the others are within the same forward: it is finished with them before an error goes on
+            try:
+                if not errors:
+                    observer(activations)
+            except BaseException as error:
+                errors.append(error)
+
+        self._run(tokens, until_it_fails, wanted)
+        if errors:
+            raise errors[0]
 
     @torch.inference_mode()
     def _run(self, tokens: Tensor, observer: Observer, layers: list[int]) -> None:
@@ -90,6 +107,11 @@ class DeepseekV41:
             return
         message = [tokens.flatten().tolist(), layers]
         dist.broadcast_object_list(message, device=self.device)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process only computes its part of another one's forwards."""
+        return self.model.shard.rank > 0
 
     def serve(self) -> None:
         """In every process but the first: take part in its forwards until it ends."""
@@ -115,7 +137,9 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "native",
-    quantised: bool = True,
+    window_quant: QuantFormat | None = None,
+    kv_quant: QuantFormat | None = None,
+    index_quant: QuantFormat | None = None,
     engram: bool = False,
 ) -> DeepseekV41:
     """A model of a named size with random weights, or a checkpoint.
@@ -129,7 +153,8 @@ def load(
         dtype: auto (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
         device: auto (cuda if there), or any torch device.
         attention: see `DeepseekV41`.
-        quantised: store window KV, compressed KV and index operands in the model's low-precision formats.
+        window_quant, kv_quant, index_quant: storage format of window KV, compressed KV, and index queries and keys;
+            None = the model's own, "none" = full precision.
         engram: use the checkpoint's n-gram tables (98 GB each in the published model).
     Raises:
         ValueError: an option out of range, or a checkpoint that does not fit.
@@ -142,15 +167,17 @@ def load(
     )
     found = resolve_dtype(dtype, where)
     kind = torch.bfloat16 if found == "auto" else found
+    given = {"window_quant": window_quant, "kv_quant": kv_quant, "index_quant": index_quant}
+    formats: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if path is None:
-        config = _switched(size_config(size), quantised)
+        config = dataclasses.replace(size_config(size), **formats)
         model = random_model(config, seed=seed, shard=shard, device=where, dtype=kind)
         identity = _digest(config.describe(), INIT_VERSION, seed, str(kind))
         tokenizer = _byte_tokenizer()
     else:
         from sparsity_lab.models.deepseek_v41.checkpoint import load_checkpoint, read_config
 
-        config = _switched(read_config(path, engram=engram), quantised)
+        config = dataclasses.replace(read_config(path, engram=engram), **formats)
         tokenizer = _tokenizer(path)
         model = load_checkpoint(path, config, shard=shard, device=where, dtype=kind, tokenizer=tokenizer)
         identity = _digest(fingerprint(path), config.describe())
@@ -165,14 +192,6 @@ def size_config(size: str | None) -> DeepseekV41Config:
     if size not in SIZES:
         raise ValueError(f"model.size={size!r}: must be one of {', '.join(SIZES)}")
     return SIZES[size]
-
-
-def _switched(config: DeepseekV41Config, quantised: bool) -> DeepseekV41Config:
-    if not isinstance(quantised, bool):
-        raise ValueError(f"model.quantised={quantised!r}: must be true or false")
-    if quantised:
-        return config
-    return dataclasses.replace(config, window_quant="none", kv_quant="none", index_quant="none")
 
 
 def _digest(*parts: Any) -> str:
