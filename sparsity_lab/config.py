@@ -35,6 +35,22 @@ class HFModelConfig(SmolLM2Model):
     gguf_file: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    attention: str = MISSING
+
+
+@dataclass
+class DeepseekV41ModelConfig:
+    name: str = MISSING
+    size: str = MISSING
+    path: str | None = None
+    seed: int = MISSING
+    dtype: str = MISSING
+    device: str = MISSING
+    attention: str = MISSING
+    window_quant: str | None = MISSING
+    kv_quant: str | None = MISSING
+    index_quant: str | None = MISSING
+    engram: bool = MISSING
 
 
 @dataclass
@@ -87,9 +103,7 @@ class KeyBaseline(Baseline):
 
 
 @dataclass
-class LightningScorer(Baseline):
-    weights: str | None = None
-    seed: int = 0
+class IndexerOptions:
     index_n_heads: int = MISSING
     index_head_dim: int = MISSING
     rope_head_dim: int = MISSING
@@ -103,6 +117,17 @@ class LightningScorer(Baseline):
     quant: str = MISSING
     key_norm: str = MISSING
     norm_eps: float = MISSING
+
+
+@dataclass
+class WeightedScorer(Baseline):
+    weights: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class LightningScorer(IndexerOptions, WeightedScorer):  # fields in the order of the bases from the right
+    pass
 
 
 @dataclass
@@ -120,8 +145,9 @@ class SelectionConfig:
     share: Any = MISSING
     exclude_window: Any = MISSING
     sinks: Any = MISSING
+    index_source_layers: Any = None
     candidate: CandidateConfig = field(default_factory=CandidateConfig)
-    zipped: list[dict[str, Any]] | None = None
+    zipped: Any = None
 
 
 @dataclass
@@ -168,6 +194,54 @@ class RecordConfig:
 
 
 @dataclass
+class DistillData:
+    length: int = MISSING
+    train: list[Any] = MISSING
+    held_out: list[Any] = MISSING
+
+
+@dataclass
+class RecipeConfig:
+    ratios: list[int] = MISSING
+    topk: list[int] = MISSING
+    steps: int = MISSING
+    sparse_steps: int = MISSING
+    accumulate: int = MISSING
+    rows: int | None = MISSING
+    lr: float = MISSING
+    warmup: int = MISSING
+    schedule: str = MISSING
+    weight_decay: float = MISSING
+    target: str = MISSING
+    index_source_layers: list[int] | None = MISSING
+    window: int = MISSING
+    exclude_window: bool = MISSING
+    autocast: bool = MISSING
+    seed: int = MISSING
+
+
+@dataclass
+class ScheduleConfig:
+    evaluate_every: int = MISSING
+    checkpoint_every: int = MISSING
+    patience: int | None = MISSING
+    held_out_rows: int | None = MISSING
+    weights_dtype: str = MISSING
+
+
+@dataclass
+class DistillConfig:
+    model: Any = MISSING
+    data: DistillData = field(default_factory=DistillData)
+    indexer: IndexerOptions = field(default_factory=IndexerOptions)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    results_dir: str = MISSING
+    experiment_name: str = MISSING
+    name: str = MISSING
+
+
+@dataclass
 class BenchConfig:
     model: Any = MISSING
     data: Any = MISSING
@@ -179,17 +253,29 @@ class BenchConfig:
     record: str | None = None
 
 
+@dataclass
+class BenchV41Config:
+    size: str = MISSING
+    length: int = MISSING
+    repeats: int = MISSING
+    seed: int = MISSING
+    record: str | None = MISSING
+
+
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore; every option in conf/ names its own in its defaults list."""
     store = ConfigStore.instance()
     store.store(name="recall_schema", node=RecallConfig)
     store.store(name="bench_schema", node=BenchConfig)
+    store.store(name="bench_v41_schema", node=BenchV41Config)
+    store.store(name="distill_schema", node=DistillConfig)
     store.store(name="record_schema", node=RecordConfig)
     groups: dict[str, dict[str, type]] = {
         "model": {
             "smollm2_schema": SmolLM2Model,
             "hf_schema": HFModelConfig,
             "recorded_schema": RecordedModelConfig,
+            "deepseek_v41_schema": DeepseekV41ModelConfig,
         },
         "data": {
             "shipped_schema": ShippedText,
@@ -230,9 +316,22 @@ def _recorded(what: str, *, _root_: DictConfig) -> Any:
     return manifest["data"]["length"] if what == "length" else manifest[what]["name"]
 
 
+def _native(what: str, *, _root_: DictConfig) -> Any:
+    """`${native:topk}`, `:window` and `:zipped` of the model's own sparse attention, from its configuration alone."""
+    from sparsity_lab.models import native_selection
+    from sparsity_lab.native import native_cells
+
+    settings: Any = OmegaConf.to_container(_root_.model, resolve=True)
+    native = native_selection(settings)
+    if native is None:
+        raise ValueError(f"selection=native: model {settings['name']} has no sparse attention of its own")
+    return native_cells(native) if what == "zipped" else getattr(native, what)
+
+
 # at import, not in register(): the processes of joblib, submitit and Ray import this module and no entry point
 OmegaConf.register_new_resolver("basename", _basename, replace=True)
 OmegaConf.register_new_resolver("recorded", _recorded, replace=True)
+OmegaConf.register_new_resolver("native", _native, replace=True)
 
 
 @dataclass(frozen=True)
@@ -267,7 +366,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{', '.join(missing)}: mandatory, but no value given")
     plain: Any = OmegaConf.to_container(config, resolve=True)
-    replayed = {name: plain[name].get("kind") == "recorded" for name in ("model", "data")}
+    replayed = {name: plain.get(name, {}).get("kind") == "recorded" for name in ("model", "data")}
     if replayed["model"] and not replayed["data"]:
         raise ValueError("model=recorded: has only the documents that were recorded; add data=recorded")
     if replayed["data"] and not replayed["model"]:

@@ -17,11 +17,12 @@ from omegaconf import DictConfig
 
 from sparsity_lab import __version__
 from sparsity_lab.activations import ObservableModel
-from sparsity_lab.cells import Cell, check_cell, with_envelope
+from sparsity_lab.cells import Cell, cell_topology, check_cell, index_sources, with_envelope
 from sparsity_lab.config import Job, read_job
 from sparsity_lab.documents import Documents
 from sparsity_lab.measurement import ENVELOPE, measure, measured_layers
 from sparsity_lab.models.recorded import RecordedModel
+from sparsity_lab.native import Native
 from sparsity_lab.results import Results, Store, write_table, write_text
 from sparsity_lab.scorers import BASELINES, Scorer
 
@@ -121,10 +122,9 @@ class Workspace:
             reasons = []
             for cell in job.cells:
                 try:
-                    check_cell(cell, length=job.data["length"], num_layers=model.num_layers, layers=layers)
                     if cell.scorer not in scorers:
                         scorers[cell.scorer] = build_scorer(job.scorer, model)
-                    _check_scorer(scorers[cell.scorer], cell, layers)
+                    _check(cell, scorers[cell.scorer], model, job.data["length"], layers)
                     cells[cell] = None
                 except ValueError as error:
                     reasons.append(error)
@@ -159,7 +159,20 @@ def _load_model(settings: Mapping[str, Any]) -> ObservableModel:
 
     if settings.get("kind") == "recorded":
         return RecordedModel(settings["path"], device=settings["device"])
+    if "size" in settings:
+        return _load_deepseek_v41(settings)
     return loading.load(**settings) if "path" in settings else load_model(**settings)
+
+
+def _load_deepseek_v41(settings: Mapping[str, Any]) -> ObservableModel:
+    """Under torchrun only the first process goes on to measure; the others compute their part and end with it."""
+    from sparsity_lab.models import deepseek_v41
+
+    model = deepseek_v41.load(**settings)
+    if model.follows:
+        model.serve()
+        raise SystemExit(0)
+    return model
 
 
 def _recorded_documents(settings: Mapping[str, Any], model: RecordedModel) -> Documents:
@@ -170,13 +183,18 @@ def _recorded_documents(settings: Mapping[str, Any], model: RecordedModel) -> Do
     return model.documents(settings["num_documents"], shard=settings["shard"], num_shards=settings["num_shards"])
 
 
-def _check_scorer(scorer: Scorer, cell: Cell, layers: Sequence[int]) -> None:
-    """Raise ValueError where an indexer cannot serve the layers and the ratio of a cell, before a pass begins."""
+def _check(cell: Cell, scorer: Scorer, model: ObservableModel, length: int, layers: Sequence[int]) -> None:
+    """Raise ValueError where a cell cannot be measured or an indexer cannot serve it, before a pass begins."""
     from sparsity_lab.lightning import Lightning
 
+    if isinstance(scorer, Native):
+        scorer.check(cell.selection)
+    ratio, sources = cell.selection.compress_ratio, index_sources(cell, scorer)
+    check_cell(cell, length=length, num_layers=model.num_layers, layers=layers, native=model.native, sources=sources)
     if isinstance(scorer, Lightning):
-        for layer in layers:
-            scorer.module(layer, cell.selection.compress_ratio)
+        for layer in cell_topology(ratio, sources, model.num_layers, model.native).index_source_layers:
+            if layer in layers:
+                scorer.module(layer, ratio)
 
 
 def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silent) -> tuple[Job, Results]:
@@ -217,12 +235,14 @@ def build_scorer(settings: Mapping[str, Any], model: ObservableModel) -> Scorer:
             return BASELINES[name](**options)
         except TypeError as error:
             raise ValueError(f"scorer.name={name}: does not take the options {options} ({error})") from error
+    if name == "native":
+        return Native(model)
     if name == "lightning":
         from sparsity_lab.lightning import IndexerConfig, Lightning
 
         weights, seed = options.pop("weights"), options.pop("seed")
         return Lightning(model, IndexerConfig(**options), weights=weights, seed=seed)
-    raise ValueError(f"scorer.name={name!r}: must be one of {', '.join([*BASELINES, 'lightning'])}")
+    raise ValueError(f"scorer.name={name!r}: must be one of {', '.join([*BASELINES, 'lightning', 'native'])}")
 
 
 def provenance(job: Job, model: ObservableModel, documents: Documents) -> dict[str, Any]:
@@ -257,7 +277,8 @@ def machine() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and dirty flag of the source tree, empty outside a checkout."""
+    """Commit and dirty flag of the source tree. Outside a checkout: what SPARSITY_LAB_GIT_SHA says of a copy, else
+    nothing."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -269,4 +290,4 @@ def git_state() -> dict[str, Any]:
     try:
         return {"sha": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return {"sha": os.environ["SPARSITY_LAB_GIT_SHA"]} if "SPARSITY_LAB_GIT_SHA" in os.environ else {}

@@ -1,8 +1,22 @@
 """The lightning indexer attached to the layers of any dense model, as a scorer; and its weight files.
 
 A weight file is a safetensors file with the indexers of one compress ratio: tensors `layers.<i>.<name>` (names as in
-`AttachedIndexer`), and under the metadata key `sparsity_lab_indexer` a JSON object with `schema`, `model` (name),
-`model_fingerprint`, `hidden_size`, `compress_ratio`, `layers` and `config` (the fields of `IndexerConfig`).
+`AttachedIndexer`; bfloat16, float16 or float32, used as float32), and under the metadata key `sparsity_lab_indexer` a
+JSON object. Files without the first seven fields are refused; the rest say where the weights come from.
+
+    schema              1
+    model               name of the model the indexers were made for
+    model_fingerprint   its `fingerprint`: of the weights' content, not of where they lie
+    hidden_size         width of the attention blocks' input
+    compress_ratio      tokens a compressed position
+    layers              layers that have an indexer
+    config              the fields of `IndexerConfig`
+    topology            the fields of `Topology`
+    recipe              the fields of `distill.Recipe`
+    data                length, and the `train` and `held_out` sources: what was asked for, and the text's digest
+    git, versions       of the code that trained them
+    steps, tokens       optimiser steps made and training tokens seen
+    held_out            the last evaluation: layer -> metric -> value
 """
 
 from __future__ import annotations
@@ -85,6 +99,18 @@ class AttachedIndexer(nn.Module):
         return index_scores(q, keys, w, self.indexer.relu)
 
 
+def index_freqs(config: IndexerConfig, length: int) -> Tensor:
+    """RoPE table of attached indexers, complex64 [length, rope/2] on the CPU."""
+    return precompute_freqs_cis(config.rope_head_dim, length, 0, config.rope_theta, 1.0, 32, 1)
+
+
+def untrained(config: IndexerConfig, dim: int, layer: int, ratio: int, seed: int) -> AttachedIndexer:
+    """An indexer with weights drawn from (seed, layer, ratio) alone; the global generator stays as it was."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed((seed * 1_000_003 + layer) * 1009 + ratio)
+        return AttachedIndexer(config, dim, ratio)
+
+
 class Lightning:
     """Scorer: one attached indexer a layer and ratio, with given or untrained weights.
 
@@ -122,8 +148,7 @@ class Lightning:
         config = self.files[ratio].config if self.files else self.config
 
         def make() -> tuple[Tensor, Tensor]:
-            table = precompute_freqs_cis(config.rope_head_dim, tile.length, 0, config.rope_theta, 1.0, 32, 1)
-            freqs = table.to(self.device)
+            freqs = index_freqs(config, tile.length).to(self.device)
             return freqs, module.keys(tile.acts.x.float(), freqs)
 
         freqs, keys = tile.keep_for_layer((self.name, id(self), ratio), make)
@@ -132,15 +157,9 @@ class Lightning:
     def module(self, layer: int, ratio: int) -> AttachedIndexer:
         """The indexer of a layer at a ratio, float32 on the model's device."""
         if (layer, ratio) not in self._modules:
-            made = self._load(layer, ratio) if self.files else self._untrained(layer, ratio)
+            made = self._load(layer, ratio) if self.files else untrained(self.config, self.dim, layer, ratio, self.seed)
             self._modules[layer, ratio] = made.to(self.device).requires_grad_(False)
         return self._modules[layer, ratio]
-
-    def _untrained(self, layer: int, ratio: int) -> AttachedIndexer:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.seed * 1_000_003 + layer) * 1009 + ratio)
-            with torch.inference_mode(False):
-                return AttachedIndexer(self.config, self.dim, ratio)
 
     def _load(self, layer: int, ratio: int) -> AttachedIndexer:
         if ratio not in self.files:
@@ -167,13 +186,14 @@ class WeightFile:
     layers: list[int]
     tensors: Mapping[str, Tensor]
     digest: str  # of its bytes
+    about: Mapping[str, Any]  # the whole description
 
 
 def read_weights(path: str | os.PathLike[str], model: ObservableModel) -> dict[int, WeightFile]:
     """Read a weight file, or every *.safetensors of a folder; ratio -> file.
 
     Raises:
-        ValueError: nothing there, not such a file, or made for another model.
+        ValueError: nothing there, not such a file, made for another model, or two of one ratio.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -198,8 +218,10 @@ def read_weights(path: str | os.PathLike[str], model: ObservableModel) -> dict[i
                 f"scorer.weights={file}: made for {about.get('model')} ({made_for}, hidden size {width}), "
                 f"not for {model.name} ({model.fingerprint}, hidden size {model.hidden_size})"
             )
+        if ratio in out:
+            raise ValueError(f"scorer.weights={path}: two files for compress_ratio={ratio}, the second is {file.name}")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        out[ratio] = WeightFile(config, about["layers"], tensors, digest)
+        out[ratio] = WeightFile(config, about["layers"], tensors, digest, about)
     return out
 
 
@@ -208,9 +230,17 @@ def save_weights(
     modules: Mapping[int, AttachedIndexer],
     config: IndexerConfig,
     model: ObservableModel,
+    *,
+    dtype: torch.dtype = torch.float32,
     **about: Any,
 ) -> None:
-    """Write the indexers (layer -> module, all of one ratio) of a model to a weight file, atomically."""
+    """Write the indexers (layer -> module, all of one ratio) of a model to a weight file, atomically.
+
+    Args:
+        about: what the description says beside the fields every file has.
+    Raises:
+        ValueError: modules of several ratios.
+    """
     from safetensors.torch import save_file
 
     from sparsity_lab.results import write_atomically
@@ -218,7 +248,10 @@ def save_weights(
     ratios = {module.ratio for module in modules.values()}
     if len(ratios) != 1:
         raise ValueError(f"compress_ratio={sorted(ratios)}: a weight file holds the indexers of one ratio")
-    tensors = {f"layers.{i}.{name}": t.contiguous() for i, m in modules.items() for name, t in m.state_dict().items()}
+    states = {i: module.state_dict() for i, module in modules.items()}
+    tensors = {
+        f"layers.{i}.{k}": t.to("cpu", dtype).contiguous() for i, state in states.items() for k, t in state.items()
+    }
     description = {
         **about,
         "schema": SCHEMA,

@@ -19,8 +19,8 @@ from sparsity_lab.measurement import measure
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 GIVEN = {"hf": ["model.path=some/model"], "text": ["data.path=x"], "jsonl": ["data.path=x"], "tokens": ["data.path=x"]}
-NEEDS_A_RECORDING = {"recorded"}
-OPTIONS = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.stem not in NEEDS_A_RECORDING]
+NEEDS_MORE = {"recorded", "native"}  # a recording; a model with sparse attention of its own
+OPTIONS = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.stem not in NEEDS_MORE]
 
 
 def composed(*overrides: str, name: str = "recall"):

@@ -132,3 +132,22 @@ def test_a_file_holds_one_ratio(saved, tmp_path):
     with pytest.raises(ValueError, match=r"compress_ratio=\[1, 4\]: a weight file holds the indexers of one ratio"):
         save_weights(tmp_path / "x.safetensors", modules, SMALL, model)
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_a_folder_with_two_files_of_one_ratio_is_refused(saved, tmp_path):
+    model, scorer, _ = saved
+    for name in ("a", "b"):
+        save_weights(tmp_path / f"{name}.safetensors", {0: scorer.module(0, 1)}, SMALL, model)
+    with pytest.raises(ValueError, match=r"two files for compress_ratio=1, the second is b\.safetensors"):
+        Lightning(model, weights=tmp_path)
+
+
+def test_weights_may_be_stored_in_half_the_bits_and_are_used_in_float32(saved, tmp_path):
+    model, scorer, _ = saved
+    path, module = tmp_path / "half.safetensors", scorer.module(0, 1)
+    save_weights(path, {0: module}, SMALL, model, dtype=torch.bfloat16, note="kept")
+    loaded = Lightning(model, weights=path)
+    assert loaded.files[1].about["note"] == "kept"
+    for one, other in zip(module.parameters(), loaded.module(0, 1).parameters(), strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(other, one.bfloat16().float())

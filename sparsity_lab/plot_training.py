@@ -1,0 +1,128 @@
+"""Figures from distillations: loss and held-out relative coverage by step and, of an ablation, by the ablated value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sparsity_lab.plot_figure import CURVE_COLOURS, LETTERS, MARKERS, STYLE, Chart
+
+MAX_RUNS = len(CURVE_COLOURS)
+IGNORED = ("data.", "schedule.")  # never what an ablation is about
+WIDTH, HEIGHT = 3.2, 2.8  # inches a panel
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """The distillations at or below the folders, in order of name.
+
+    Raises:
+        ValueError: none there.
+    """
+    found = sorted({log.parent for folder in folders for log in Path(folder).rglob("training.csv")})
+    if not found:
+        raise ValueError(f"{', '.join(map(str, folders))}: no distillation here (no training.csv)")
+    return found
+
+
+def training_table(runs: Sequence[Path]) -> pd.DataFrame:
+    """Their training logs in one table (columns: see `distill_run.LOG_COLUMNS`), with `run`, a column for every setting
+    in which the runs differ (`recipe.lr`), and these columns' names in `attrs["differ"]`.
+
+    Raises:
+        ValueError: a damaged log or manifest, by its path.
+    """
+    frames, settings = [], []
+    for run in runs:
+        try:
+            frames.append(pd.read_csv(run / "training.csv").assign(run=run.name))
+            settings.append(flat(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["identity"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{run}: not a distillation that can be read ({error!r})") from error
+    keys = [key for key in settings[0] if not key.startswith(IGNORED)]
+    differ = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
+    for frame, one in zip(frames, settings, strict=True):
+        for key in differ:
+            value = one.get(key)
+            frame[key] = [", ".join(map(str, value)) if isinstance(value, list) else value] * len(frame)
+    table = pd.concat(frames, ignore_index=True)
+    table.attrs["differ"] = differ
+    return table
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted names."""
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def draw_training(table: pd.DataFrame) -> Figure:
+    """Loss and held-out relative coverage by step, means over layers and held-out sources: a curve a run and, in a
+    single run, a ratio. Several runs get a third panel: the last figures by the setting that differs.
+
+    Raises:
+        ValueError: more runs than can be told apart.
+    """
+    runs = table["run"].nunique()
+    several = runs > 1
+    if runs > MAX_RUNS:
+        raise ValueError(f"{runs} runs, more than {MAX_RUNS} can be told apart; name fewer folders")
+    by = "run" if several else "compress_ratio"
+    with mpl.rc_context(STYLE):
+        figure = Chart(figsize=(WIDTH * (2 + several), HEIGHT + 0.5), layout="constrained")
+        figure.suptitle(_title(table, several))
+        axes = list(figure.subplots(1, 2 + several))
+        for axis, column, label in (
+            (axes[0], "loss", "loss: KL to the dense mass (nats)"),
+            (axes[1], "relative_coverage", "held-out coverage relative to the oracle's"),
+        ):
+            _curves(axis, table, column, by)
+            axis.set(xlabel="optimiser steps", ylabel=label)
+        axes[1].legend(title=None if several else "compress ratio")
+        if several:
+            _finals(axes[2], table)
+    return figure
+
+
+def _curves(axis: Axes, table: pd.DataFrame, column: str, by: str) -> None:
+    for i, (name, rows) in enumerate(table.groupby(by, sort=False)):
+        curve = rows.groupby("step")[column].mean().dropna()
+        style: dict[str, Any] = {"color": CURVE_COLOURS[i], "marker": MARKERS[i], "markersize": 3, "linewidth": 1.2}
+        axis.plot(curve.index, curve, label=str(name), **style)
+
+
+def finals(table: pd.DataFrame) -> pd.DataFrame:
+    """The last figures of every run: `run`, the settings that differ, `step`, `relative_coverage` (mean over layers,
+    ratios and held-out sources) and `worst` (of the layers)."""
+    last = table[table["step"] == table.groupby("run")["step"].transform("max")]
+    keys = ["run", *table.attrs["differ"], "step"]
+    layers = last.groupby([*keys, "layer"], sort=False, dropna=False)["relative_coverage"].mean()
+    out = layers.groupby(keys, sort=False, dropna=False).agg(["mean", "min"]).reset_index()
+    return out.rename(columns={"mean": "relative_coverage", "min": "worst"})
+
+
+def _finals(axis: Axes, table: pd.DataFrame) -> None:
+    last, differ = finals(table), table.attrs["differ"]
+    name = differ[0] if len(differ) == 1 else "run"
+    last = last.sort_values(name, kind="stable")
+    places = range(len(last))
+    axis.plot(places, last["relative_coverage"], color=CURVE_COLOURS[0], marker="o", label="mean over layers")
+    axis.plot(places, last["worst"], color=CURVE_COLOURS[4], marker="v", linestyle=":", label="worst layer")
+    axis.set_xticks(list(places), [str(value) for value in last[name]], rotation=0 if len(last) < 7 else 45)
+    axis.set(xlabel=name.rpartition(".")[2].replace("_", " "), ylabel="at the end of training")
+    axis.legend()
+
+
+def _title(table: pd.DataFrame, several: bool) -> str:
+    layers = table["layer"].nunique()
+    what = "Distilled indexers" if several else f"Distilled indexers: {table['run'].iloc[0]}"
+    title = f"{what} · mean of {layers} layer{'s' * (layers > 1)} · held out: {', '.join(table['held_out'].unique())}"
+    return title[: int(WIDTH * 3 * LETTERS)]
