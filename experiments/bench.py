@@ -14,10 +14,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import benchmark, config
+from sparsity_lab import benchmark, config, schemas
 from sparsity_lab.job import machine
 
-config.register()
+schemas.register()
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")

@@ -13,12 +13,12 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import config
+from sparsity_lab import config, schemas
 from sparsity_lab.benchmark import write_record
 from sparsity_lab.benchmark_v41 import compare
 from sparsity_lab.job import machine
 
-config.register()
+schemas.register()
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench_v41")

@@ -13,7 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import config, console
+from sparsity_lab import config, console, schemas
 from sparsity_lab.distill import Trainer
 from sparsity_lab.distill_data import Mixture, load_sources
 from sparsity_lab.distill_recipe import Recipe
@@ -21,7 +21,7 @@ from sparsity_lab.distill_run import Run, Schedule
 from sparsity_lab.job import Workspace
 from sparsity_lab.lightning import IndexerConfig
 
-config.register()
+schemas.register()
 log = logging.getLogger("sparsity_lab")
 
 

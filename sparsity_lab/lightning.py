@@ -117,7 +117,8 @@ class Lightning:
     Args:
         model: the model they are attached to (its width; and its identity, which weight files must match).
         config: shape of untrained indexers; a weight file brings its own.
-        weights: a weight file, or a folder with one per ratio; None = untrained, drawn from `seed`.
+        weights: a weight file, or a folder with one per ratio; "shipped" = those that come with sparsity_lab; None =
+            untrained, drawn from `seed`.
     Raises:
         ValueError: weights made for another model or width, or that lack a layer or ratio asked for.
     """
@@ -134,8 +135,8 @@ class Lightning:
     ) -> None:
         self.dim, self.device, self.seed = model.hidden_size, model.device, seed
         self.config = config or IndexerConfig()
-        self.files = {} if weights is None else read_weights(weights, model)
-        self.weights = weights
+        self.weights = shipped_folder(model) if weights == "shipped" else weights
+        self.files = {} if self.weights is None else read_weights(self.weights, model)
         self._modules: dict[tuple[int, int], AttachedIndexer] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -176,6 +177,25 @@ class Lightning:
             module = AttachedIndexer(file.config, self.dim, ratio)
             module.load_state_dict(state)
         return module
+
+
+SHIPPED = Path(__file__).with_name("indexers")  # a folder a model, with a card that says how they were made
+
+
+def shipped_folder(model: ObservableModel) -> Path:
+    """The folder of the indexers that come with sparsity_lab for a model.
+
+    Raises:
+        ValueError: there are none.
+    """
+    folder = SHIPPED / model.name
+    if not folder.is_dir():
+        there = ", ".join(sorted(f.name for f in SHIPPED.iterdir() if f.is_dir()))
+        raise ValueError(
+            f"scorer.weights=shipped: indexers come with sparsity_lab for {there} only, not for {model.name}; train "
+            "some with experiments/distill.py, or take scorer=quest"
+        )
+    return folder
 
 
 @dataclass(frozen=True)

@@ -235,9 +235,11 @@ OURS = [
     (["objective=accuracy"], "objective=accuracy: must be one of recall, coverage"),
     (["name=''"], "name='': must name a folder of its own"),
     (["scorer=random", "+scorer.depth=1"], "scorer.name=random: does not take the options {'depth': 1}"),
-    (["scorer.head_reduction=max"], "scorer.head_reduction='max': must be one of softmax, logit"),
+    (["scorer=quest", "scorer.head_reduction=max"], "scorer.head_reduction='max': must be one of softmax, logit"),
     (["scorer=lightning", "scorer.quant=fp3"], "quant='fp3': must be one of"),
     (["scorer=lightning", "scorer.weights=/nowhere"], "scorer.weights=/nowhere: no such file"),
+    (["scorer=learned"], "scorer.weights=shipped: indexers come with sparsity_lab for smollm2 only, not for llama"),
+    (["scorer=native"], "selection=native: model llama has no sparse attention of its own"),
 ]
 HYDRAS = [
     (["scorer=no_such"], "no_such"),

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from sparsity_lab import config
+from sparsity_lab import schemas
 from sparsity_lab.cells import Candidate, Selection
 from sparsity_lab.config import read_job, scorer_label
 from sparsity_lab.lightning import IndexerConfig
@@ -24,7 +24,7 @@ OPTIONS = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.s
 
 
 def composed(*overrides: str, name: str = "recall"):
-    config.register()
+    schemas.register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(name, overrides=list(overrides))
 

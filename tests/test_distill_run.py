@@ -235,10 +235,10 @@ EXPERIMENTS = sorted((cli.ROOT / "conf" / "experiment" / "distill").glob("*.yaml
 def test_every_experiment_composes(path, monkeypatch):
     from hydra import compose, initialize_config_dir
 
-    from sparsity_lab import config
+    from sparsity_lab import config, schemas
 
     monkeypatch.setenv("TOKENS", "tokens")
-    config.register()
+    schemas.register()
     with initialize_config_dir(str(cli.ROOT / "conf"), version_base="1.3"):
         composed = compose("distill", [f"experiment=distill/{path.stem}"], return_hydra_config=True)
         swept = composed.hydra.sweeper.params or {}

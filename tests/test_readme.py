@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(?:^    .*\n|^\n(?=    ))+", README, flags=re.MULTILINE)
 LINES = [line.split("  #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+LINES = [re.sub(r"^torchrun --nproc-per-node \d+ ", "python ", line) for line in LINES]
 COMMANDS = [line for line in LINES if line.startswith("python ")]
 LAUNCHERS = ("hydra/launcher=",)
 
@@ -31,8 +32,11 @@ def test_commands_were_found():
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python experiments/")])
-def test_experiment_command(command):
-    _, script, *words = shlex.split(re.sub(r"\bPATH_OR_HUB_NAME\b", "some/model", command))
+def test_experiment_command(command, sparse_models):
+    family = "deepseek_v41" if "model=deepseek_v41" in command else "deepseek_v32"
+    path = str(sparse_models[family]) if "native" in command else "some/model"
+    _, script, *words = shlex.split(command)
+    words = [re.sub(r"\b(PATH_OR_HUB_NAME|FOLDER)$", path, word) for word in words]
     assert (ROOT / script).is_file()
     overrides = [
         w for w in words if not w.startswith("-") and not w.startswith(LAUNCHERS) and "hydra.launcher" not in w
@@ -48,6 +52,19 @@ def test_experiment_command(command):
         assert resolve(values)
 
 
+@pytest.fixture(scope="module")
+def sparse_models(tmp_path_factory):
+    """Tiny models whose selection is read from their configuration when a command is composed."""
+    from sparsity_lab.models.deepseek_v41 import SIZES
+    from sparsity_lab.models.deepseek_v41.checkpoint import save_checkpoint
+    from sparsity_lab.models.deepseek_v41.init import random_model
+
+    folder = tmp_path_factory.mktemp("models")
+    save_checkpoint(random_model(SIZES["tiny"]), folder / "deepseek_v41")
+    make("deepseek_v32", folder / "deepseek_v32")
+    return {family: folder / family for family in ("deepseek_v41", "deepseek_v32")}
+
+
 @pytest.mark.parametrize("script", sorted({shlex.split(c)[1] for c in COMMANDS if "analysis/" in c}))
 def test_analysis_script_answers_to_help(script):
     done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True)
@@ -56,7 +73,7 @@ def test_analysis_script_answers_to_help(script):
 
 
 def test_notebook_block(tmp_path, monkeypatch):
-    block = next(b for b in BLOCKS if "import sparsity_lab as sl" in b)
+    block = next(b for b in BLOCKS if "sl.load_model" in b)
     code = "\n".join(line[4:] for line in block.splitlines())
     for there, here in (
         ("length=2048", "length=96"),
@@ -71,6 +88,13 @@ def test_notebook_block(tmp_path, monkeypatch):
     assert space["results"].frame()["coverage"].notna().any()
     assert isinstance(sl.plot.coverage(space["results"]), matplotlib.figure.Figure)
     assert callable(sl.measure)
+
+
+def test_cost_block():
+    block = next(b for b in BLOCKS if "sl.cost" in b)
+    space: dict = {}
+    exec("\n".join(line[4:] for line in block.splitlines()), space)
+    assert space["costs"]
 
 
 def test_every_module_in_the_architecture_exists():

@@ -166,7 +166,7 @@ def _selection(indexer: Indexer, layer: int, args: Any, picks: Tensor) -> dict[s
         nothing = x.new_zeros(*x.shape[:2], 0)
         found = {"index_scores": nothing, "topk": nothing.bool()}
         return {f"{name}.L{layer}": t for name, t in found.items()}
-    positions = torch.arange(start, start + x.shape[1])
+    positions = torch.arange(start, start + x.shape[1], device=x.device)
     scores = index_scores(indexer.queries(qr, table[positions]), keys, indexer.head_weights(x))
     scores = scores if indexer.sum_ranks is None else indexer.sum_ranks(scores)
     scores = adjust_scores(scores, positions, role.ratio)

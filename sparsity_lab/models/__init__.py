@@ -26,10 +26,10 @@ def load_model(name: str = "smollm2", *, dtype: str = "auto", device: str = "aut
     from sparsity_lab.models import loading
 
     if name == "smollm2":
-        from sparsity_lab.assets import smollm2_folder
+        from sparsity_lab.assets import smollm2_folder, smollm2_identity
 
-        path = str(smollm2_folder())
-        return loading.load(path, name=name, dtype=dtype, device=device, **options)
+        path, identity = str(smollm2_folder()), smollm2_identity()
+        return loading.load(path, name=name, identity=identity, dtype=dtype, device=device, **options)
     return loading.load(name, dtype=dtype, device=device, **options)
 
 

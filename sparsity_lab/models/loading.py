@@ -16,6 +16,7 @@ def load(
     path: str,
     *,
     name: str | None = None,
+    identity: str | None = None,
     gguf_file: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
@@ -30,6 +31,7 @@ def load(
 
     Args:
         name: what results call the model; None = the last part of its path.
+        identity: its fingerprint, where the caller knows what the files are; None = of their content.
         revision: branch, tag or commit of a hub model.
         dtype: auto (float32 on a CPU, the checkpoint's own elsewhere), float32, bfloat16 or float16.
         device: auto (cuda if there), or any torch device.
@@ -68,7 +70,7 @@ def load(
     if missing:
         raise ValueError(f"model.path={path}: has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     _keep_softcap(model, attn_implementation)
-    identity = fingerprint(source, gguf_file=gguf_file, revision=revision)
+    identity = identity or fingerprint(source, gguf_file=gguf_file, revision=revision)
     title = name or (Path(gguf_file).stem if gguf_file else Path(source).resolve().name)
     return HFModel(model.to(where), tokenizer, name=title, fingerprint=identity, attention=attention)
 
