@@ -275,7 +275,7 @@ def check_cell(
     if native is not None and native.compressed and selection.window != native.window:
         raise ValueError(
             f"selection.window={selection.window}: the model attends to a raw window of {native.window} tokens beside "
-            f"its compressed keys; set selection.window={native.window}"
+            f"its compressed keys; take selection=native, or set selection.window={native.window}"
         )
     topology = cell_topology(selection.compress_ratio, sources, num_layers, native)
     follows = {layer: topology.index_source(layer) for layer in sorted(layers) if topology.compress_ratios[layer]}

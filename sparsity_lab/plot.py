@@ -159,6 +159,9 @@ def draw_curve(axis: Axes, rows: pd.DataFrame, metric: str, **style: Any) -> Non
     is an interval."""
     rows = rows[rows[metric].notna()].sort_values("topk")
     k, value = rows["topk"].to_numpy(), rows[metric].to_numpy()
+    if "marker" not in style and len(k) == 1:  # a line through one point would not be seen
+        axis.axhline(value[0], **style)
+        return
     (line,) = axis.plot(k, value, **style)
     if "marker" not in style:
         return

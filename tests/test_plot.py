@@ -59,6 +59,14 @@ def test_curves_are_the_frame(draw) -> None:
     assert all(line.get_linestyle() != "-" for name in BOUNDS for line in curves_of(axis, name))
 
 
+def test_bounds_of_a_single_k_can_be_seen() -> None:
+    (axis,) = plot.coverage(tiny_results(), where="topk == 16", ratio=1).axes
+    for name in BOUNDS:
+        (line,) = curves_of(axis, name)
+        assert list(line.get_xdata()) == [0, 1], "across the panel"
+        assert len(set(line.get_ydata())) == 1
+
+
 def test_axes_and_words() -> None:
     figure = plot.coverage(tiny_results(saturated={(4, 64): 4}))
     (axis,) = figure.axes
