@@ -8,6 +8,7 @@ stacked (see `checkpoint.py`).
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,36 +87,16 @@ class DeepseekV41Model(nn.Module):
         self._tables: dict[bool, Tensor] = {}
 
     def forward(
-        self,
-        input_ids: Tensor,
-        cache: Cache | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        dense: bool = False,
-        observer: Observer | None = None,
-        layers: Collection[int] = (),
-        last_only: bool = False,
+        self, input_ids: Tensor, cache: Cache | None = None, *, last_only: bool = False, **options: Any
     ) -> Tensor:
-        """Logits of the tokens that follow those in the cache.
-
-        One call, any chunks, or token by token give the same: a query sees the complete groups before it, whenever they
-        came.
+        """Logits of the tokens that follow those in the cache: what the head makes of `hidden`.
 
         Args:
-            input_ids: int64 [b, s]; all sequences have the same length, without padding.
-            cache: updated; None = a prompt on its own.
-            attention_mask: only to refuse padding.
-            dense: attend to every visible compressed position instead of the selected ones.
-            observer: called once for each of `layers`, in order; needs a whole prompt (an empty cache).
-            last_only: logits of the last token alone.
+            last_only: logits of the last token alone. All others are those of `hidden`.
         Returns:
             float32 [b, s, vocab_size], or [b, 1, vocab_size].
-        Raises:
-            ValueError: padded, empty or foreign input, or a cache that does not fit.
         """
-        hidden = self.hidden(
-            input_ids, cache, attention_mask=attention_mask, dense=dense, observer=observer, layers=layers
-        )
+        hidden = self.hidden(input_ids, cache, **options)
         hidden = hidden[:, -1:] if last_only else hidden
         return nn.functional.linear(hidden.float(), self.lm_head.weight.float())
 
@@ -129,7 +110,20 @@ class DeepseekV41Model(nn.Module):
         observer: Observer | None = None,
         layers: Collection[int] = (),
     ) -> Tensor:
-        """What the head reads, [b, s, d]; arguments as `forward`."""
+        """What the head reads, [b, s, d], of the tokens that follow those in the cache.
+
+        One call, any chunks, or token by token give the same: a query sees the complete groups before it, whenever they
+        came.
+
+        Args:
+            input_ids: int64 [b, s]; all sequences have the same length, without padding.
+            cache: updated; None = a prompt on its own.
+            attention_mask: only to refuse padding.
+            dense: attend to every visible compressed position instead of the selected ones.
+            observer: called once for each of `layers`, in order; needs a whole prompt (an empty cache).
+        Raises:
+            ValueError: padded, empty or foreign input, or a cache that does not fit.
+        """
         cache = Cache() if cache is None else cache
         self._check_input(input_ids, attention_mask, cache, observer)
         start = cache.begin(input_ids.shape[0])
