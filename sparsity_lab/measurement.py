@@ -159,7 +159,7 @@ def measure_document(
     def observe(acts: LayerActivations) -> None:
         for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed)):
             if checks and i == 0:
-                _check_dense(part, model.dtype)
+                check_dense(part, model.dtype)
             evaluator.tile(part)
         if on_layer is not None:
             on_layer()
@@ -173,7 +173,7 @@ def measure_document(
     return tally_frame(columns)
 
 
-def _check_dense(tile: Any, dtype: torch.dtype) -> None:
+def check_dense(tile: Any, dtype: torch.dtype) -> None:
     """Our probabilities times the values must give the layer's own output, else they describe another attention."""
     error = reconstruction_error(tile)
     limit = TOLERANCE.get(dtype, 3e-2)
@@ -236,7 +236,7 @@ def measure(
         say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens{why}")
     if row_tile is not None and row_tile < 1:
         raise ValueError(f"measure.row_tile={row_tile}: must be at least 1, or null for as many as fit")
-    tile = row_tile or default_tile(model.num_heads, length + _most_positions(model, length))
+    tile = row_tile or default_tile(model.num_heads, length + most_positions(model, length))
     run = _Run(model, plan, tile, checks, progress, say)
     if store is None:
         tallies = merge([run.document(d, list(plan.cells)) for d in run.counted(documents)])
@@ -252,7 +252,7 @@ def measure(
         raise
 
 
-def _most_positions(model: ObservableModel, length: int) -> int:
+def most_positions(model: ObservableModel, length: int) -> int:
     """Compressed positions that the model's softmax holds beside the tokens, in the layer with most."""
     if model.native is None or not model.native.compressed:
         return 0

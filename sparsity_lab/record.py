@@ -25,7 +25,7 @@ from sparsity_lab import __version__
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.dense import row_tiles
 from sparsity_lab.documents import Document, Documents
-from sparsity_lab.measurement import Progress, _check_dense, measured_layers, sample_rows
+from sparsity_lab.measurement import Progress, check_dense, measured_layers, sample_rows
 from sparsity_lab.models.recorded import (
     METADATA_KEY,
     SCHEMA,
@@ -262,7 +262,7 @@ class Recording:
         from safetensors.torch import save_file
 
         some = rows.flip(0)[:: -(-len(rows) // CHECKED_ROWS)].flip(0)  # spread, with the last
-        _check_dense(next(row_tiles(acts, some, CHECKED_ROWS, document, self.header["seed"])), dtype)
+        check_dense(next(row_tiles(acts, some, CHECKED_ROWS, document, self.header["seed"])), dtype)
         tensors = {"q": acts.query_rows(rows), "k": acts.k[0], "rows": rows}
         if self.header["values"]:
             tensors |= {"v": acts.v[0], "output": acts.output_rows(rows)}

@@ -279,6 +279,32 @@ class AblateSourceConfig:
 
 
 @dataclass
+class SourceSearchConfig:
+    num_sources: list[int] = MISSING
+    topk: list[int] | None = MISSING
+    pool_positions: int | None = MISSING
+    block_size: int | None = MISSING
+    latest_candidate: int | None = MISSING
+    context_tokens: int = MISSING
+
+
+@dataclass
+class VerifyConfig:
+    skip: int | None = MISSING
+    num_documents: int | None = MISSING
+
+
+@dataclass
+class SearchSourcesConfig:
+    results: str = MISSING
+    search: SourceSearchConfig = field(default_factory=SourceSearchConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    results_dir: str = MISSING
+    experiment_name: str = MISSING
+    name: str = MISSING
+
+
+@dataclass
 class BenchConfig:
     model: Any = MISSING
     data: Any = MISSING
@@ -304,6 +330,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="recall_schema", node=RecallConfig)
     store.store(name="ablate_source_schema", node=AblateSourceConfig)
+    store.store(name="search_sources_schema", node=SearchSourcesConfig)
     store.store(name="bench_schema", node=BenchConfig)
     store.store(name="bench_v41_schema", node=BenchV41Config)
     store.store(name="distill_schema", node=DistillConfig)

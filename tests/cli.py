@@ -245,7 +245,7 @@ def break_attention() -> None:
     def broken(*_: Any) -> None:
         raise CheckError("layer 0: attention rebuilt differs")
 
-    measurement._check_dense = broken
+    measurement.check_dense = broken
 
 
 class Returns(Callback):

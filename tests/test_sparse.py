@@ -411,5 +411,5 @@ def test_a_layer_that_does_not_keep_to_what_the_model_says_is_refused():
 
 def test_row_tiles_are_sized_by_all_entries():
     model = SparseModel()
-    assert measurement._most_positions(model, LENGTH) == LENGTH
-    assert measurement._most_positions(FakeModel(), LENGTH) == 0
+    assert measurement.most_positions(model, LENGTH) == LENGTH
+    assert measurement.most_positions(FakeModel(), LENGTH) == 0
