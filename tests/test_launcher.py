@@ -192,7 +192,10 @@ def test_a_cell_that_the_model_does_not_allow_fails_alone(sweep, tmp_path):
     ("args", "message"),
     [
         (["scorer=lightning", "scorer.quant=none,fp3,fp8_ue8m0"], "quant='fp3': must be one of"),
-        (["scorer.head_reduction=softmax,max,logit"], "scorer.head_reduction='max': must be one of softmax, logit"),
+        (
+            ["scorer=quest", "scorer.head_reduction=softmax,max,logit"],
+            "scorer.head_reduction='max': must be one of softmax, logit",
+        ),
     ],
     ids=["indexer", "baseline"],
 )
