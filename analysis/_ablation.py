@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
+from _common import report
 from matplotlib.figure import Figure
 
 from sparsity_lab.ablation_run import AblationResults, load
@@ -35,14 +35,12 @@ def main(
 ) -> int:
     """Draw, write PNG, SVG and CSV, print their paths. Returns the exit code: 0, or 2 with one line on stderr."""
     options = arguments.parse_args(argv)
-    try:
+
+    def write() -> Iterator[Path]:
         for stem, figure, table in draw(load(options.results), options):
             path = (options.out or options.results / "figures") / stem
-            written = [] if figure is None else save(figure, path)
+            yield from [] if figure is None else save(figure, path)
             write_table(table, path.with_suffix(".csv"))
-            for name in [*written, path.with_suffix(".csv")]:
-                print(name)
-    except (ValueError, OSError) as error:
-        print(f"{arguments.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+            yield path.with_suffix(".csv")
+
+    return report(arguments.prog, write)

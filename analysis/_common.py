@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -51,12 +51,16 @@ def main(description: str, metrics: Sequence[str], argv: Sequence[str] | None = 
     options = arguments.parse_args(argv)
     if options.by_layer and options.layer is not None:
         arguments.error("--layer and --by-layer exclude each other")
+    return report(arguments.prog, lambda: draw(merge_results([load(folder) for folder in options.results]), options))
+
+
+def report(prog: str, write: Callable[[], Iterable[Path]]) -> int:
+    """Print what is written. Returns the exit code: 0, or 2 with one line on stderr."""
     try:
-        results = merge_results([load(folder) for folder in options.results])
-        for path in draw(results, options):
+        for path in write():
             print(path)
     except (ValueError, OSError) as error:
-        print(f"{arguments.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
+from _common import report
 
 from sparsity_lab import plot
 from sparsity_lab.plot_training import draw_training, find_runs, training_table
@@ -23,16 +24,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: figures/ in RUN)")
     options = parser.parse_args()
     folder = options.out or Path(os.path.commonpath([path.resolve() for path in options.runs])) / "figures"
-    try:
+
+    def write() -> list[Path]:
         table = training_table(find_runs(options.runs))
         paths = plot.save(draw_training(table), folder / "training")
         write_table(table, folder / "figure.csv")
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    for path in [*paths, folder / "figure.csv"]:
-        print(path)
-    return 0
+        return [*paths, folder / "figure.csv"]
+
+    return report(parser.prog, write)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from sparsity_lab import metrics
 from sparsity_lab.cells import Candidate, Cell, Selection
 from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import RowTile
-from sparsity_lab.passes import VALUE_UNIT
+from sparsity_lab.passes import exact_values
 from sparsity_lab.scorers import Scorer
-from sparsity_lab.selection import NEG_INF, adjust_scores, order_positions, rank_blocks, visible_lengths
+from sparsity_lab.selection import adjust_scores, order_positions, rank_blocks, visible_lengths
 from sparsity_lab.topology import check_pool
 
 # means over the rows where they are defined; pool_oracle_coverage: of the oracle restricted to the pool
@@ -116,17 +116,6 @@ def scored(tile: RowTile, scorer: Scorer, ratio: int, share: str) -> tuple[Tenso
     return tile.keep(("scored", scorer.name, ratio, share), make)
 
 
-def oracle_order(tile: RowTile, ratio: int, share: str) -> Tensor:
-    """The whole order of the dense mass, int64 [g, R, n]."""
-
-    def make() -> Tensor:
-        ranked = tile.ranked_mass(share, ratio)
-        hidden = torch.arange(ranked.shape[-1], device=ranked.device) >= visible_lengths(tile.rows, ratio).unsqueeze(-1)
-        return order_positions(ranked.masked_fill(hidden, NEG_INF))
-
-    return tile.keep(("oracle's whole order", ratio, share), make)
-
-
 def mass_in_pools(order: Tensor, gains: Tensor, blocks: Tensor, ranks: Tensor, pools: Tensor, ks: Tensor) -> Tensor:
     """Mass of the first k entries of an order that lie in each pool; fewer where a pool holds fewer.
 
@@ -157,8 +146,8 @@ def mass_in_pools(order: Tensor, gains: Tensor, blocks: Tensor, ranks: Tensor, p
 
 def row_sums(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Exact sums over rows, and how many counted: values float64 [..., G] (NaN = undefined) -> [...] each."""
-    defined = ~values.isnan() & counted
-    return torch.where(defined, (values / VALUE_UNIT).round() * VALUE_UNIT, 0.0).sum(-1), defined.double().sum(-1)
+    exact, defined = exact_values(values, counted)
+    return exact.sum(-1), defined.double().sum(-1)
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ class AblationPass:
             return
         scores, order = scored(tile, self.scorer, a.compress_ratio, a.share)
         true = metrics.truth(tile, a.share, a.compress_ratio, a.window, a.topk[-1])
-        best = oracle_order(tile, a.compress_ratio, a.share)
+        best = metrics.oracle_order(tile, a.share, a.compress_ratio)
         groups = tile.groups(a.share)
         rows = _Consumer(
             true.visible.repeat(groups), true.mass.flatten(0, 1), true.total.flatten(), order.flatten(0, 1),

@@ -23,7 +23,7 @@ from sparsity_lab import measurement
 from sparsity_lab.ablation import Ablation, AblationPass, kept_bytes
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.attribution import AttributionPass
-from sparsity_lab.cells import Candidate, Cell, cell_topology
+from sparsity_lab.cells import Candidate, Cell, cell_topology, index_sources
 from sparsity_lab.dense import default_tile, row_tiles
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.lightning import Lightning
@@ -87,7 +87,7 @@ class AblationRun:
         if self.plan.failed:
             raise ValueError(self.plan.failed[0]["reason"].replace("selection.", "ablation."))
         self.model, self.documents, self.ablation, self.scorer, self.checks = model, documents, ablation, scorer, checks
-        own = getattr(scorer, "index_source_layers", None)
+        own = index_sources(None, scorer)
         selecting = cell_topology(ablation.compress_ratio, own, model.num_layers, model.native).index_source_layers
         self.layers = [layer for layer in self.plan.layers if layer in selecting]
         if len(self.layers) < 2:
@@ -95,8 +95,7 @@ class AblationRun:
         if isinstance(scorer, Native):
             scorer.check(cells[0].selection)
         if isinstance(scorer, Lightning):
-            for layer in self.layers:
-                scorer.module(layer, ablation.compress_ratio)
+            scorer.check(self.layers, ablation.compress_ratio)
         self.candidate, self.index_source_layers = candidate, index_source_layers
         self._attribution()
         if row_tile is not None and row_tile < 1:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sparsity_lab import metrics
-from sparsity_lab.ablation import Ablation, oracle_order, row_sums, scored
-from sparsity_lab.cells import Candidate, cell_topology
+from sparsity_lab.ablation import Ablation, row_sums, scored
+from sparsity_lab.cells import Candidate, cell_topology, index_sources
 from sparsity_lab.dense import RowTile
 from sparsity_lab.passes import restrict
 from sparsity_lab.scorers import Scorer
@@ -58,7 +58,7 @@ class AttributionPass:
         index_source_layers: Sequence[int] | None = None,
     ) -> None:
         self.ablation, self.scorer, self.candidate = ablation, scorer, candidate
-        named = getattr(scorer, "index_source_layers", None) if index_source_layers is None else index_source_layers
+        named = index_sources(index_source_layers, scorer)
         self.topology = cell_topology(ablation.compress_ratio, named, num_layers, native)
         self.sources = {i: source for i in layers if (source := self.topology.index_source(i)) is not None}
         needed = {*self.sources.values(), *(() if candidate is None else [candidate.source_layer])}
@@ -77,7 +77,7 @@ class AttributionPass:
             return
         place, source, most = int(tile.rows[0]), self.sources[layer], a.topk[-1]
         scores, order = scored(tile, self.scorer, a.compress_ratio, a.share)
-        best = oracle_order(tile, a.compress_ratio, a.share)
+        best = metrics.oracle_order(tile, a.share, a.compress_ratio)
         pool = self.candidate if self.candidate is not None and source > self.candidate.source_layer else None
         own, in_pool = (self._inside(x, place, pool)[..., :most] for x in (order, best))
         if layer == source:

@@ -221,10 +221,10 @@ def with_envelope(cells: Iterable[Cell], scorers: Sequence[str] = ("oracle", "re
     return list(dict.fromkeys([*cells, *(Cell(name, selection) for selection in free for name in scorers)]))
 
 
-def index_sources(cell: Cell, scorer: Any) -> tuple[int, ...] | None:
-    """The layers that select in a cell: those it names, else those of its scorer (`native` has some); None = all."""
-    named = cell.selection.index_source_layers
-    return getattr(scorer, "index_source_layers", None) if named is None else named
+def index_sources(named: Sequence[int] | None, scorer: Any) -> tuple[int, ...] | None:
+    """The layers that select: those a selection names, else those of its scorer (`native` has some); None = all."""
+    found = getattr(scorer, "index_source_layers", None) if named is None else named
+    return None if found is None else tuple(found)
 
 
 def cell_topology(

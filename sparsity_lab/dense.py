@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsity_lab.activations import LayerActivations, LeftOut
-from sparsity_lab.selection import visible_lengths
+from sparsity_lab.selection import as_mask, visible_lengths
 
 SHARES = ("layer", "kv_head")
 # Masses are multiples of 2**-48 held in float64. A row's mass is at most 1, so every sum of them is exact: the same to
@@ -86,9 +86,7 @@ def _attended(acts: LayerActivations, rows: Tensor) -> Tensor | None:
         return None
     tokens = acts.k.shape[2]
     places = tokens if acts.compressed is None else acts.compressed.k.shape[2]
-    chosen = torch.zeros(len(rows), places + 1, dtype=torch.bool, device=rows.device)
-    chosen.scatter_(-1, picks.long().masked_fill(picks < 0, places), True)  # -1 lands in a spare column
-    chosen = chosen[:, :places]
+    chosen = as_mask(picks, places)
     return chosen if acts.compressed is None else torch.cat([chosen.new_ones(len(rows), tokens), chosen], dim=-1)
 
 

@@ -28,7 +28,7 @@ from sparsity_lab.distill_recipe import Recipe
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.lightning import IndexerConfig, Lightning, index_freqs, untrained
 from sparsity_lab.measurement import measure, measured_layers, sample_rows
-from sparsity_lab.selection import adjust_scores, order_positions
+from sparsity_lab.selection import adjust_scores, as_mask, order_positions
 from sparsity_lab.topology import Topology
 
 BETAS = (0.9, 0.95)
@@ -52,10 +52,7 @@ def kl_to_dense(scores: Tensor, mass: Tensor, allowed: Tensor) -> Tensor:
 
 def top_allowed(scores: Tensor, allowed: Tensor, k: int) -> Tensor:
     """bool [R, n]: the k best allowed positions, all of them where there are fewer."""
-    n = scores.shape[-1]
-    picks = order_positions(scores.masked_fill(~allowed, float("-inf")), k)
-    chosen = torch.zeros(len(scores), n + 1, dtype=torch.bool, device=scores.device)
-    return chosen.scatter_(-1, picks.masked_fill(picks < 0, n), True)[:, :n]  # -1 lands in the spare column
+    return as_mask(order_positions(scores.masked_fill(~allowed, float("-inf")), k), scores.shape[-1])
 
 
 class _AllSeen(Exception):

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
+
+from sparsity_lab.selection import as_mask
 
 CandidateRole = Literal["none", "source", "consumer"]
 
@@ -107,11 +108,8 @@ class CandidatePool:
 
     def mask(self, rows: slice = slice(None)) -> Tensor:
         """bool [b, rows, n]: true inside the kept blocks, which are kept whole: causality still has to be applied."""
-        blocks = self.blocks[:, rows].long()
-        spare = -(-self.width // self.block_size)
-        kept = torch.zeros(*blocks.shape[:-1], spare + 1, dtype=torch.bool, device=blocks.device)
-        kept.scatter_(-1, blocks.masked_fill(blocks < 0, spare), True)  # -1 lands in a spare column
-        return kept[..., :spare].repeat_interleave(self.block_size, dim=-1)[..., : self.width]
+        kept = as_mask(self.blocks[:, rows], -(-self.width // self.block_size))
+        return kept.repeat_interleave(self.block_size, dim=-1)[..., : self.width]
 
 
 @dataclass

@@ -189,12 +189,11 @@ def _check(cell: Cell, scorer: Scorer, model: ObservableModel, length: int, laye
 
     if isinstance(scorer, Native):
         scorer.check(cell.selection)
-    ratio, sources = cell.selection.compress_ratio, index_sources(cell, scorer)
+    ratio, sources = cell.selection.compress_ratio, index_sources(cell.selection.index_source_layers, scorer)
     check_cell(cell, length=length, num_layers=model.num_layers, layers=layers, native=model.native, sources=sources)
     if isinstance(scorer, Lightning):
-        for layer in cell_topology(ratio, sources, model.num_layers, model.native).index_source_layers:
-            if layer in layers:
-                scorer.module(layer, ratio)
+        selecting = cell_topology(ratio, sources, model.num_layers, model.native).index_source_layers
+        scorer.check([layer for layer in selecting if layer in layers], ratio)
 
 
 def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silent) -> tuple[Job, Results]:

@@ -25,7 +25,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,11 @@ class Lightning:
 
         freqs, keys = tile.keep_for_layer((self.name, id(self), ratio), make)
         return module.scores(tile.acts.x[:, tile.rows].float(), keys, freqs[tile.rows])
+
+    def check(self, layers: Iterable[int], ratio: int) -> None:
+        """Raise ValueError where there is no indexer for one of the layers at this ratio."""
+        for layer in layers:
+            self.module(layer, ratio)
 
     def module(self, layer: int, ratio: int) -> AttachedIndexer:
         """The indexer of a layer at a ratio, float32 on the model's device."""

@@ -119,7 +119,7 @@ class Plan:
     def _admit(self, cell: Cell, model: ObservableModel) -> None:
         if cell.scorer not in self.scorers:
             raise ValueError(f"scorer={cell.scorer!r}: must be one of {', '.join(self.scorers)}")
-        sources = index_sources(cell, self.scorers[cell.scorer])
+        sources = index_sources(cell.selection.index_source_layers, self.scorers[cell.scorer])
         try:
             check_cell(
                 cell, length=self.length, num_layers=model.num_layers, layers=self.layers, native=model.native,

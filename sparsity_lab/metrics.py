@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsity_lab.dense import RowTile, exact, group_sum, per_group, sink_share
-from sparsity_lab.selection import DROPPED, order_positions, visible_lengths
+from sparsity_lab.selection import DROPPED, NEG_INF, order_positions, visible_lengths
 
 METRICS = (
     "recall",
@@ -81,11 +81,7 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
         hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
         mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
         # the window plays no part in O_k
-        ranked = tile.ranked_mass(share, ratio)
-        order = tile.keep(
-            ("oracle's order", share, ratio, kmax),
-            lambda: order_positions(ranked.masked_fill(hidden, float("-inf")), kmax),
-        )
+        order = oracle_order(tile, share, ratio, kmax)
         raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
         tokens = tile.token_mass(share)
         return Truth(
@@ -101,6 +97,17 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
         )
 
     return tile.keep(("truth", share, ratio, window, kmax), make)
+
+
+def oracle_order(tile: RowTile, share: str, ratio: int, limit: int | None = None) -> Tensor:
+    """The first `limit` (None = all) visible positions by falling dense mass, int64 [g, R, min(limit, n)]."""
+
+    def make() -> Tensor:
+        ranked = tile.ranked_mass(share, ratio)
+        hidden = torch.arange(ranked.shape[-1], device=ranked.device) >= visible_lengths(tile.rows, ratio).unsqueeze(-1)
+        return order_positions(ranked.masked_fill(hidden, NEG_INF), limit)
+
+    return tile.keep(("oracle's order", share, ratio, limit), make)
 
 
 def ranks_of(order: Tensor, n: int) -> Tensor:

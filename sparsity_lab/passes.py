@@ -30,6 +30,12 @@ from sparsity_lab.topology import NativeSelection, Topology
 VALUE_UNIT = 2.0**-36
 
 
+def exact_values(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The values as multiples of VALUE_UNIT, 0 where they are NaN or not counted, and where they are neither."""
+    defined = ~values.isnan() & counted
+    return torch.where(defined, (values / VALUE_UNIT).round() * VALUE_UNIT, 0.0), defined
+
+
 class Variant(NamedTuple):
     """What changes a layer's order beside the scores themselves."""
 
@@ -42,7 +48,7 @@ class Variant(NamedTuple):
 
 
 def variant_of(cell: Cell, scorer: Scorer) -> Variant:
-    s, sources = cell.selection, index_sources(cell, scorer)
+    s, sources = cell.selection, index_sources(cell.selection.index_source_layers, scorer)
     return Variant(s.share, s.compress_ratio, cell.scorer, s.sinks, s.window if s.exclude_window else None, sources)
 
 
@@ -97,8 +103,7 @@ class Tally:
         the index along K and along P of every cell."""
         into = torch.nn.functional.one_hot(bucket_of(rows), self.sums.shape[2]).double()
         kinds = torch.stack([visible > ks, (visible <= ks) & (visible > 0), (visible == 0).expand(len(ks), -1)])
-        defined = ~values.isnan() & kinds[0][:, None, None]
-        exact = torch.where(defined, (values / VALUE_UNIT).round() * VALUE_UNIT, 0.0)
+        exact, defined = exact_values(values, kinds[0][:, None, None])
         at, place = torch.tensor(cells, device=rows.device), self.layers.index(layer)
         at_k, at_pool = (torch.tensor(index, device=rows.device) for index in places)
         self.sums[at, place] += (exact.sum(3) @ into)[:, at_k, at_pool].permute(1, 2, 0)

@@ -25,6 +25,12 @@ def visible_lengths(positions: Tensor, ratio: int) -> Tensor:
     return (positions + 1) // ratio
 
 
+def as_mask(picks: Tensor, n: int) -> Tensor:
+    """Where positions are picked: whole numbers [..., k], -1 = nothing -> bool [..., n]."""
+    mask = torch.zeros(*picks.shape[:-1], n + 1, dtype=torch.bool, device=picks.device)
+    return mask.scatter_(-1, picks.long().masked_fill(picks < 0, n), True)[..., :n]  # -1 lands in a spare column
+
+
 def _sort_keys(scores: Tensor) -> Tensor:
     """Distinct int64 keys whose ascending order is: higher score first, then lower position.
 

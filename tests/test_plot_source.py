@@ -60,7 +60,8 @@ def test_pool_sizes_have_a_curve_a_source(results, tmp_path):
 
 
 def test_a_single_source_can_be_drawn(results, tmp_path):
-    drawn(draw_pool_sizes(results, [0], topk=4, common=False), tmp_path)
+    figure = drawn(draw_pool_sizes(results, [0], topk=4, common=False), tmp_path)
+    assert [len(axis.lines) for axis in figure.axes[:2]] == [1, 1]
 
 
 def test_ranking_is_the_table(results, tmp_path):

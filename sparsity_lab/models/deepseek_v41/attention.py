@@ -23,6 +23,7 @@ from sparsity_lab.models.deepseek_v41.parallel import Shard
 from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import fake_quant
 from sparsity_lab.rope import rotate_channels
+from sparsity_lab.selection import as_mask
 
 TILE_ELEMENTS = 1 << 24  # numbers a tile of query rows may hold at once: gathered KV and logits
 GATHER_COST = 8  # of fetching one selected key, in heads' worth of products with it
@@ -233,9 +234,7 @@ def _masked(compressed: Tensor, chosen: Tensor | None, visible: Tensor) -> tuple
     hidden = (torch.arange(most, device=visible.device) >= visible).unsqueeze(0)
     if chosen is None:
         return compressed[:, :most], hidden
-    kept = torch.zeros(*chosen.shape[:2], most + 1, dtype=torch.bool, device=chosen.device)
-    kept.scatter_(-1, chosen.masked_fill(chosen < 0, most).long(), True)  # -1 lands in a spare column
-    return compressed[:, :most], ~kept[..., :most]
+    return compressed[:, :most], ~as_mask(chosen, most)
 
 
 def _softmax_sum(
