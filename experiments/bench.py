@@ -2,6 +2,7 @@
 
 python experiments/bench.py
 python experiments/bench.py lengths=[] cases=[forward,cells_1]
+python experiments/bench.py device=cuda
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import datetime
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import benchmark, config, schemas
+from sparsity_lab import benchmark, benchmark_gpu, config, schemas
 from sparsity_lab.job import machine
 
 schemas.register()
@@ -23,6 +25,11 @@ schemas.register()
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     job = config.resolve(cfg)
+    if job["device"] == "cuda":
+        rows = benchmark_gpu.run(job["gpu"])
+        return _record(job, rows, benchmark_gpu.ratios(rows), "llama_8b_shape-cuda")
+    if job["device"] != "cpu":
+        raise ValueError(f"device={job['device']}: must be cpu or cuda")
     rows = []
     length = job["data"]["length"]
     runs = [(case, length) for case in job["cases"]]
@@ -36,13 +43,17 @@ def main(cfg: DictConfig) -> None:
             row = benchmark.run_case(case, job, tokens)
         print("   ", {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, file=sys.stderr)
         rows.append(row)
-    summary = benchmark.ratios(rows, length)
+    return _record(job, rows, benchmark.ratios(rows, length), f"{job['model']['name']}-{job['model']['device']}")
+
+
+def _record(job: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, float], name: str) -> None:
     for name, value in summary.items():
         print(f"{value:8.2f}  {name}")
     if job["record"]:
         about = {"command": " ".join(["python", "experiments/bench.py", *sys.argv[1:]]), **machine()}
         about |= {"date": datetime.date.today().isoformat(), "config": job}
-        benchmark.write_record(Path(job["record"]), rows, summary, about)
+        path = f"benchmarks/bench-{name}.json" if job["record"] == "auto" else job["record"]
+        benchmark.write_record(Path(path), rows, summary, about)
 
 
 if __name__ == "__main__":

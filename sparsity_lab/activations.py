@@ -40,7 +40,7 @@ class LayerActivations:
 
     Shapes (b batch, h query heads, k key heads, s query rows, t key positions, d head dim); row i stands at absolute
     position t - s + i. A recording holds some rows only: q and output then have those at the absolute positions `rows`,
-    while x still has every token.
+    while x still has every token. A sequence that is being decoded holds those of the call, in q and in x.
 
     A model with sparse attention of its own fills the last three fields. `compressed` then stands beside the raw keys k
     in one softmax, k masked by `window`; q, k and v are as the layer uses them, and `output` is what they give when
@@ -51,7 +51,7 @@ class LayerActivations:
     q: Tensor  # [b, h, s, d] after RoPE; s = len(rows) where rows are given
     k: Tensor  # [b, k, t, d] after RoPE
     v: Tensor  # [b, k, t, dv]
-    x: Tensor  # [b, s, dim] the attention block's input
+    x: Tensor  # [b, s, dim] the attention block's input, of every token or of the rows of q
     output: Tensor  # [b, s, h, dv] the model's own attention output, before its output projection; s as of q
     scale: float
     softcap: float | None = None
@@ -61,6 +61,9 @@ class LayerActivations:
     compressed: CompressedKeys | None = None
     selected: Tensor | None = None  # int32 [b, s, k], -1 = nothing: what `output` attends to; None = all visible
     index: IndexActivations | None = None
+    # where a selection is applied to a dense layer (`models.sparse`): positions [R] -> bool [g, R, t], what `output`
+    # attends to
+    attended: Callable[[Tensor], Tensor] | None = None
 
     def positions(self, rows: Tensor) -> Tensor:
         """Absolute positions of `rows` [R]: indices along s, or positions already where only some rows are held."""
@@ -73,6 +76,14 @@ class LayerActivations:
             ValueError: rows that are not held.
         """
         return self.q[0][:, self._places(rows)].contiguous()
+
+    def input_rows(self, rows: Tensor) -> Tensor:
+        """The attention block's input at some rows: rows int64 [R] -> [b, R, dim].
+
+        Raises:
+            ValueError: rows that are not held.
+        """
+        return self.x[:, rows if self.x.shape[1] == self.k.shape[2] else self._places(rows)]
 
     def output_rows(self, rows: Tensor) -> Tensor:
         """The model's attention output of some rows of a one-document batch: rows int64 [R] -> contiguous [R, h, dv].

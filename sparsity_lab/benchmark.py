@@ -117,12 +117,14 @@ def eager_script(model: Any, documents: Sequence[Tensor], cells: Sequence[Cell])
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     out = []
-    for tokens in documents:
-        weights = model(input_ids=tokens.unsqueeze(0).to(model.device), use_cache=False, output_attentions=True)
-        for cell in cells:
-            for attention in weights.attentions:
-                out.append(_plain_cell(attention[0].mean(0), cell.selection.compress_ratio, cell.selection.topk))
-    model.set_attn_implementation(before)
+    try:
+        for tokens in documents:
+            weights = model(input_ids=tokens.unsqueeze(0).to(model.device), use_cache=False, output_attentions=True)
+            for cell in cells:
+                for attention in weights.attentions:
+                    out.append(_plain_cell(attention[0].mean(0), cell.selection.compress_ratio, cell.selection.topk))
+    finally:
+        model.set_attn_implementation(before)
     return out
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from sparsity_lab import kernels
 from sparsity_lab.activations import LayerActivations, LeftOut
 from sparsity_lab.selection import as_mask, visible_lengths
 
+T = TypeVar("T")
 SHARES = ("layer", "kv_head")
 # Masses are multiples of 2**-48 held in float64. A row's mass is at most 1, so every sum of them is exact: the same to
 # the last bit in any order, on any device, with one cell or with hundreds.
@@ -30,8 +32,8 @@ def attention_probabilities(acts: LayerActivations, rows: Tensor, attended: Tens
 
     softmax(softcap(q k^T scale) + causal and window mask), in float32 whatever the layer's dtype; a sink adds to the
     denominator only, so rows then sum to less than 1. A layer with sparse attention is taken as dense: everything
-    visible counts, but for what `attended` bool [R, e] leaves out. `rows` int64 [R] are indices along the s axis, or
-    positions where the layer holds some rows only.
+    visible counts, but for what `attended` bool [R, e] or [h, R, e] leaves out. `rows` int64 [R] are indices along the
+    s axis, or positions where the layer holds some rows only.
 
     Raises:
         ValueError: more than one document, query heads that are no multiple of the key heads, or rows not held.
@@ -80,7 +82,11 @@ def _hidden(acts: LayerActivations, query: Tensor) -> Tensor:
 
 
 def _attended(acts: LayerActivations, rows: Tensor) -> Tensor | None:
-    """Entries that the model's own output attends to, as far as they are visible, bool [R, e]; None = all."""
+    """Entries that the model's own output attends to, as far as they are visible, bool [R, e] or [h, R, e]; None =
+    all."""
+    if acts.attended is not None:
+        per_selection = acts.attended(acts.positions(rows))
+        return per_selection.repeat_interleave(acts.q.shape[1] // len(per_selection), dim=0)
     picks = acts.selected_rows(rows)
     if picks is None:
         return None
@@ -117,16 +123,31 @@ def per_group(per_head: Tensor, share: str, kv_heads: int) -> Tensor:
     return per_head.view(groups, heads // groups, *per_head.shape[1:])
 
 
+def _kernel_mass(acts: LayerActivations, rows: Tensor, share: str) -> Tensor:
+    """Mean of `attention_probabilities` over each group's heads, by a kernel: float32 [g, R, t]."""
+    from sparsity_lab.kernels.dense_mass import dense_mass
+
+    return dense_mass(
+        acts.query_rows(rows), acts.keys(), acts.positions(rows), acts.scale, share=share, softcap=acts.softcap,
+        sink=acts.sink, window=acts.window,
+    )  # fmt: skip
+
+
 @dataclass
 class RowTile:
-    """Some rows of one layer with their dense probabilities; everything else about them is derived once and kept."""
+    """Some rows of one layer; everything about them, from the dense probabilities on, is computed once and kept.
+
+    On a GPU with Triton the mean masses come from a kernel, and probabilities of single heads exist only for the few
+    rows that are asked for.
+    """
 
     acts: LayerActivations
     rows: Tensor  # int64 [R], indices along s, which are absolute positions for a whole document
     document: str  # the document's id
     seed: int
-    probabilities: Tensor  # float32 [h, R, e]
+    given: Tensor | None = None  # probabilities, where they are known; else they are the layer's own
     layer_cache: dict[Any, Any] = field(default_factory=dict)  # shared by the tiles of a layer
+    number: int | None = None  # which of the layer's tiles this is; None = told by its first row
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -139,6 +160,35 @@ class RowTile:
 
     def groups(self, share: str) -> int:
         return 1 if share == "layer" else self.kv_heads
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The layer's dense softmax, float32 [h, R, e]: see `attention_probabilities`."""
+        return self.keep("probabilities", self._probabilities)
+
+    def _probabilities(self) -> Tensor:
+        return attention_probabilities(self.acts, self.rows) if self.given is None else self.given
+
+    def probabilities_at(self, places: Tensor) -> Tensor:
+        """Probabilities of some of the rows, int64 [E], float32 [h, E, e]."""
+        if self.has_kernels and "probabilities" not in self._cache:
+            return attention_probabilities(self.acts, self.rows[places])
+        return self.probabilities[:, places]
+
+    def spread(self, count: int) -> Tensor:
+        """Up to `count` places among the rows, evenly spread, the last one with them: int64 [E]."""
+        rows, few = self.rows.numel(), min(count, self.rows.numel())
+        return (torch.arange(few, device=self.rows.device) + 1) * rows // max(few, 1) - 1
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels compute the mean masses."""
+        return self.given is None and self.acts.compressed is None and kernels.usable(self.acts.q)
+
+    @property
+    def place(self) -> int:
+        """What tells the tile from the layer's others, the same in every layer of a document."""
+        return int(self.rows[0]) if self.number is None else self.number
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """Compute once a tile."""
@@ -159,7 +209,13 @@ class RowTile:
 
     def mean_mass(self, share: str) -> Tensor:
         """Mean over each group's heads, after the softmax, float32 [g, R, e]."""
-        return self.keep(("mean", share), lambda: per_group(self.probabilities, share, self.kv_heads).mean(dim=1))
+
+        def make() -> Tensor:
+            if self.has_kernels:
+                return _kernel_mass(self.acts, self.rows, share)
+            return per_group(self.probabilities, share, self.kv_heads).mean(dim=1)
+
+        return self.keep(("mean", share), make)
 
     def entry_mass(self, share: str) -> Tensor:
         """Mean mass of every entry in exact multiples of MASS_UNIT, float64 [g, R, e]."""
@@ -202,7 +258,7 @@ class RowTile:
 
 
 def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, seed: int) -> Iterator[RowTile]:
-    """Deal `rows` [n] out to tiles of at most `tile` rows and compute the dense probabilities of each.
+    """Deal `rows` [n] out to tiles of at most `tile` rows.
 
     Every tile spreads over all of `rows` and the first holds the last row, so a check of the first tile has seen the
     whole document: a chunked mask, say, shows only beyond the first chunk.
@@ -215,13 +271,34 @@ def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, se
     acts = acts.contiguous()
     layer_cache: dict[Any, Any] = {}
     tiles = -(-rows.numel() // tile)
-    for part in (rows[i::tiles] for i in reversed(range(tiles))):
-        yield RowTile(acts, part, document, seed, attention_probabilities(acts, part), layer_cache)
+    for number, first in enumerate(reversed(range(tiles))):
+        yield RowTile(acts, rows[first::tiles], document, seed, layer_cache=layer_cache, number=number)
 
 
-def default_tile(heads: int, length: int, budget: int = 2**26) -> int:
-    """Rows a tile so that its probabilities hold at most `budget` numbers (256 MiB in float32)."""
+def default_tile(heads: int, length: int, device: torch.device | None = None, budget: int = 2**26) -> int:
+    """Rows a tile so that its probabilities hold at most `budget` numbers (256 MiB in float32). Where kernels serve the
+    `device` there are none, but some ten arrays of mean masses, of half as many numbers each."""
+    if device is not None and kernels.usable(device):
+        return max(1, budget // (2 * length))
     return max(1, budget // (heads * length))
+
+
+def with_less_memory(work: Callable[[int], T], tile: int, say: Callable[[str], None]) -> tuple[T, int]:
+    """`work(tile)` for a row tile, again with half of it whenever the device runs out of memory; and the tile that it
+    was done with."""
+    while True:
+        try:
+            return work(tile), tile
+        except torch.cuda.OutOfMemoryError:
+            if tile == 1:
+                raise
+        # behind the handler: the error's traceback holds what filled the memory
+        tile //= 2
+        torch.cuda.empty_cache()
+        say(f"out of device memory: going on with measure.row_tile={tile}")
+
+
+CHECKED_ROWS = 16  # of a tile whose mean masses come from a kernel
 
 
 def reconstruction_error(tile: RowTile) -> float:
@@ -232,6 +309,8 @@ def reconstruction_error(tile: RowTile) -> float:
     """
     if isinstance(tile.acts.v, LeftOut):
         return 0.0
+    if tile.has_kernels:
+        tile = _some_rows(tile)
     v, attended = tile.values, _attended(tile.acts, tile.rows)
     # a selection is a softmax of its own: dense probabilities may have underflowed where it looks
     p = tile.probabilities if attended is None else attention_probabilities(tile.acts, tile.rows, attended)
@@ -239,3 +318,16 @@ def reconstruction_error(tile: RowTile) -> float:
     ours = torch.matmul(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
     theirs = tile.acts.output_rows(tile.rows).float()
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+def kernel_error(tile: RowTile) -> float:
+    """Largest difference between the kernel's mean masses and those of the probabilities, on some of a tile's rows."""
+    ours = tile.mean_mass("layer")[:, tile.spread(CHECKED_ROWS)]
+    return float((ours - _some_rows(tile).mean_mass("layer")).abs().amax())
+
+
+def _some_rows(tile: RowTile) -> RowTile:
+    """Up to CHECKED_ROWS of a tile's rows, the last among them, as a tile whose probabilities are all there."""
+    rows = tile.rows[tile.spread(CHECKED_ROWS)]
+    given = attention_probabilities(tile.acts, rows)
+    return RowTile(tile.acts, rows, tile.document, tile.seed, given, tile.layer_cache, tile.number)

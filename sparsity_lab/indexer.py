@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsity_lab import kernels
 from sparsity_lab.index_state import CandidatePool, IndexRole, KeyCache, SharedIndexState
 from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import QuantFormat, check_format, check_hadamard_width, fake_quant, hadamard_transform
@@ -31,17 +32,28 @@ TILE_ELEMENTS = 1 << 24  # per-head scores held at once: 64 MiB
 INT32_MAX = 2**31 - 1
 
 
-def index_scores(q: Tensor, k: Tensor, w: Tensor, relu: bool = True, *, tile_elements: int = TILE_ELEMENTS) -> Tensor:
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    relu: bool = True,
+    *,
+    visible: Tensor | None = None,
+    tile_elements: int = TILE_ELEMENTS,
+) -> Tensor:
     """Σ_h w_h · relu(q_h · k_j) in float32, whatever the dtypes: in bfloat16 most scores would be tied.
 
     Args:
         q: [b, s, h, d]; k: [b, n, d]; w: [b, s, h].
         relu: without it the sum over heads is linear, and the heads are merged before the product.
+        visible: int64 [s], positions each row may see; a kernel does without the others, which then score -inf.
         tile_elements: bound on the b·rows·h·n per-head scores held at once (at least one row is).
     Returns:
-        float32 [b, s, n], every position scored, visible or not.
+        float32 [b, s, n]; without `visible` every position is scored.
     """
     heads, n = q.shape[2], k.shape[1]
+    if kernels.usable(q) and q.dtype == k.dtype and not (torch.is_grad_enabled() and q.requires_grad):
+        return _kernel_scores(q, k, w, relu, visible)
     with torch.autocast(q.device.type, enabled=False):
         w, keys = w.float(), k.float().transpose(1, 2)
         if not relu:
@@ -54,6 +66,16 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor, relu: bool = True, *, tile_ele
             per_head = torch.matmul(q_rows.float().flatten(1, 2), keys).relu_().unflatten(1, (-1, heads))
             tiles.append(torch.matmul(w_rows.unsqueeze(2), per_head).squeeze(2))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+
+
+def _kernel_scores(q: Tensor, k: Tensor, w: Tensor, relu: bool, visible: Tensor | None) -> Tensor:
+    from sparsity_lab.kernels.index_scores import index_scores
+
+    if visible is None:
+        visible = torch.full((q.shape[1],), k.shape[1], device=q.device)
+    documents = zip(q.transpose(1, 2), k, w.transpose(1, 2), strict=True)
+    found = [index_scores(*one, visible, relu=relu).scores for one in documents]
+    return torch.stack([scores for scores in found if scores is not None])
 
 
 class Indexer(nn.Module):

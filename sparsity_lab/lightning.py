@@ -40,6 +40,8 @@ from sparsity_lab.indexer import Indexer, KeyNorm, index_scores
 from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import QuantFormat
 from sparsity_lab.rope import Layout, Place, precompute_freqs_cis
+from sparsity_lab.scorers import group_keys
+from sparsity_lab.selection import visible_lengths
 
 SCHEMA = 1
 METADATA_KEY = "sparsity_lab_indexer"
@@ -92,11 +94,12 @@ class AttachedIndexer(nn.Module):
             return x.new_zeros(x.shape[0], 0, self.indexer.index_head_dim)
         return self.indexer.keys(latent, freqs_cis[:: self.ratio][: latent.shape[1]])
 
-    def scores(self, x: Tensor, keys: Tensor, freqs_cis: Tensor) -> Tensor:
-        """Index scores of some rows: x [b, R, dim], freqs_cis [R, rope/2], keys [b, n, d] -> float32 [b, R, n]."""
+    def scores(self, x: Tensor, keys: Tensor, freqs_cis: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Index scores of some rows: x [b, R, dim], freqs_cis [R, rope/2], keys [b, n, d], visible as `index_scores`
+        takes it -> float32 [b, R, n]."""
         qr = x if self.wq_a is None or self.q_norm is None else self.q_norm(self.wq_a(x))
         q, w = self.indexer.queries(qr, freqs_cis), self.indexer.head_weights(x)
-        return index_scores(q, keys, w, self.indexer.relu)
+        return index_scores(q, keys, w, self.indexer.relu, visible=visible)
 
 
 def index_freqs(config: IndexerConfig, length: int) -> Tensor:
@@ -138,6 +141,7 @@ class Lightning:
         self.weights = shipped_folder(model) if weights == "shipped" else weights
         self.files = {} if self.weights is None else read_weights(self.weights, model)
         self._modules: dict[tuple[int, int], AttachedIndexer] = {}
+        self._tables: dict[int, Tensor] = {}
 
     def describe(self) -> dict[str, Any]:
         if self.files:
@@ -145,15 +149,24 @@ class Lightning:
         return {"name": self.name, "untrained_seed": self.seed, **dataclasses.asdict(self.config)}
 
     def scores(self, tile: RowTile, ratio: int, share: str) -> Tensor:
-        module = self.module(tile.acts.layer, ratio)
-        config = self.files[ratio].config if self.files else self.config
+        module, (keys,) = self.module(tile.acts.layer, ratio), group_keys(self, tile, ratio)
+        x = tile.acts.input_rows(tile.rows).float()
+        freqs = self._freqs(ratio, tile.length)[tile.rows]
+        return module.scores(x, keys, freqs, visible_lengths(tile.rows, ratio))
 
-        def make() -> tuple[Tensor, Tensor]:
-            freqs = index_freqs(config, tile.length).to(self.device)
-            return freqs, module.keys(tile.acts.x.float(), freqs)
+    def group_keys(self, layer: int, x: Tensor, k: Tensor, ratio: int, first: int) -> tuple[Tensor, ...]:
+        """Index keys: see `scorers.GroupKeys`."""
+        start = first * ratio
+        return (self.module(layer, ratio).keys(x.float(), self._freqs(ratio, start + x.shape[1])[start:]),)
 
-        freqs, keys = tile.keep_for_layer((self.name, id(self), ratio), make)
-        return module.scores(tile.acts.x[:, tile.rows].float(), keys, freqs[tile.rows])
+    def _freqs(self, ratio: int, length: int) -> Tensor:
+        """RoPE table of at least `length` rows."""
+        table = self._tables.get(ratio)
+        if table is None or len(table) < length:
+            config = self.files[ratio].config if self.files else self.config
+            grown = length if table is None else max(length, 2 * len(table))  # a token more at a time, when decoding
+            table = self._tables[ratio] = index_freqs(config, grown).to(self.device)
+        return table
 
     def check(self, layers: Iterable[int], ratio: int) -> None:
         """Raise ValueError where there is no indexer for one of the layers at this ratio."""

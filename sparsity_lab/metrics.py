@@ -13,12 +13,14 @@ softmax (see `dense`), K budgets (ascending).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsity_lab import kernels
 from sparsity_lab.dense import RowTile, exact, group_sum, per_group, sink_share
 from sparsity_lab.selection import DROPPED, NEG_INF, order_positions, visible_lengths
 
@@ -56,6 +58,15 @@ class Truth:
     raw_start: Tensor  # int64 [R]: first token attended raw
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
     outside: Tensor  # float64 [g, R, n + 1]: the part of D that raw_mass does not hold
+    _blocks: dict[int, Tensor] = field(default_factory=dict)
+
+    def block_mass(self, block_size: int) -> Tensor:
+        """D of whole blocks, float64 [g, R, nb]; made once a size."""
+        if block_size not in self._blocks:
+            mass = self.mass[..., :-1]
+            padded = F.pad(mass, (0, -mass.shape[-1] % block_size))
+            self._blocks[block_size] = padded.unflatten(-1, (-1, block_size)).sum(-1)
+        return self._blocks[block_size]
 
 
 def raw_start(rows: Tensor, ratio: int, window: int) -> Tensor:
@@ -77,13 +88,10 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
     def make() -> Truth:
         visible = visible_lengths(tile.rows, ratio)
         start = raw_start(tile.rows, 1 if compressed else ratio, window)  # such a layer has no tail but its window
-        n = tile.length // ratio
-        hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
-        mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
         # the window plays no part in O_k
         order = oracle_order(tile, share, ratio, kmax)
-        raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
-        tokens = tile.token_mass(share)
+        mass, outside, raw_mass = _masses(tile, share, ratio, visible, start)
+        n = mass.shape[-1] - 1
         return Truth(
             visible=visible,
             order=order,
@@ -92,11 +100,27 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
             total=mass.sum(-1),
             best=mass.gather(-1, order.masked_fill(order < 0, n)).cumsum(-1),
             raw_start=start,
-            raw_mass=tokens.masked_fill(~raw, 0.0).sum(-1),
-            outside=mass if compressed else F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1)),
+            raw_mass=raw_mass,
+            outside=outside,
         )
 
     return tile.keep(("truth", share, ratio, window, kmax), make)
+
+
+def _masses(tile: RowTile, share: str, ratio: int, visible: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`mass`, `outside` and `raw_mass` of a `Truth`."""
+    if tile.has_kernels:
+        from sparsity_lab.kernels.truth_masses import truth_masses
+
+        return truth_masses(tile.mean_mass(share), tile.acts.positions(tile.rows), visible, start, ratio)
+    n = tile.length // ratio
+    hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
+    mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
+    tokens = tile.token_mass(share)
+    raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
+    compressed = tile.acts.compressed is not None
+    outside = mass if compressed else F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1))
+    return mass, outside, tokens.masked_fill(~raw, 0.0).sum(-1)
 
 
 def oracle_order(tile: RowTile, share: str, ratio: int, limit: int | None = None) -> Tensor:
@@ -121,7 +145,17 @@ def within(budgets: Sequence[int], entries: int, device: torch.device) -> Tensor
     """1.0 where entry i < k, float64 [L, K]. A product with it sums the first k entries for every k; only exact values
     are summed so, which makes the result independent of how a device orders the sum."""
     at = torch.arange(entries, device=device).unsqueeze(-1)
-    return (at < torch.tensor(budgets, device=device)).double()
+    return (at < on_device(budgets, device)).double()
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers as int64 on a device; the same ones are copied there once, since each copy waits for a GPU."""
+    return _on_device(tuple(numbers), device)
+
+
+@lru_cache(maxsize=512)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def ratio_or_nan(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -131,7 +165,8 @@ def ratio_or_nan(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def possible_hits(true: Truth, budgets: Sequence[int]) -> Tensor:
     """min(k, v), float64 [K, 1, 1, R]."""
-    return torch.stack([true.visible.clamp(max=k) for k in budgets]).double()[:, None, None]
+    ks = on_device(budgets, true.visible.device).unsqueeze(-1)
+    return torch.minimum(true.visible, ks).double()[:, None, None]
 
 
 def look_up(values: Tensor, at: Tensor) -> Tensor:
@@ -146,16 +181,8 @@ def selection_metrics(
 
     order: int64 [P, g, R, L]. Each value is float64 [K, P, g, R].
     """
-    at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
-    rank = look_up(true.rank, at)
-    tokens = (true.raw_start.unsqueeze(-1) - order * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
-    parts = (look_up(true.mass, at), look_up(true.outside, at), tokens.double(), (rank == 0).double())
-    chosen = within(budgets, order.shape[-1], order.device)
-    kept, outside, raw_tokens, top1 = ((part @ chosen).movedim(-1, 0) for part in parts)
-    # entry i of the order is in S and in O_k iff i < k and its place in the oracle's order is < k
-    both = torch.maximum(rank, torch.arange(order.shape[-1], dtype=torch.int32, device=order.device))
-    hits = torch.stack([(both < k).sum(-1) for k in budgets]).double()
-    last = torch.tensor(budgets, device=order.device).clamp(max=true.best.shape[-1]) - 1
+    hits, kept, outside, raw_tokens, top1 = _sums_of(order, ratio, true, budgets)
+    last = on_device(budgets, order.device).clamp(max=true.best.shape[-1]) - 1
     best = true.best.index_select(-1, last).movedim(-1, 0).unsqueeze(1).expand_as(kept)
     return {
         "hits": hits,
@@ -169,33 +196,49 @@ def selection_metrics(
     }
 
 
+def _sums_of(order: Tensor, ratio: int, true: Truth, budgets: Sequence[int]) -> Sequence[Tensor]:
+    """Of the first k entries: |S ∩ O_k|, mass, mass and tokens outside the raw window, whether they hold the best."""
+    if kernels.usable(order):
+        from sparsity_lab.kernels.order_sums import order_sums
+
+        return order_sums(order, true.rank, true.mass, true.outside, true.raw_start, ratio, budgets).unbind()
+    at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
+    rank = look_up(true.rank, at)
+    tokens = (true.raw_start.unsqueeze(-1) - order * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
+    parts = (look_up(true.mass, at), look_up(true.outside, at), tokens.double(), (rank == 0).double())
+    chosen = within(budgets, order.shape[-1], order.device)
+    # entry i of the order is in S and in O_k iff i < k and its place in the oracle's order is < k
+    both = torch.maximum(rank, torch.arange(order.shape[-1], dtype=torch.int32, device=order.device))
+    hits = torch.stack([(both < k).sum(-1) for k in budgets]).double()
+    return hits, *((part @ chosen).movedim(-1, 0) for part in parts)
+
+
 @dataclass(frozen=True)
-class Pool:
-    """What the metrics need of a candidate pool: how many of the first entries of the oracle's order it holds, at every
-    budget [K, g, R], and its mass [g, R]."""
+class Pools:
+    """What the metrics need of P candidate pools: how many of the first entries of the oracle's order each holds at
+    every budget, float64 [K, P, g, R], and its mass, float64 [P, g, R]."""
 
     oracle_hits: Tensor
     mass: Tensor
 
 
-def pool_of(ranks: Tensor, topk_blocks: int, block_size: int, true: Truth, budgets: Sequence[int]) -> Pool:
-    """The pool of the best `topk_blocks` blocks by int32 ranks [g, R, nb]."""
-    kept = ranks < topk_blocks
-    mass = true.mass[..., :-1]
-    blocks = F.pad(mass, (0, -mass.shape[-1] % block_size)).unflatten(-1, (-1, block_size)).sum(-1)
-    held = kept.gather(-1, true.order.clamp(min=0) // block_size) & (true.order >= 0)
-    hits = (held.double() @ within(budgets, held.shape[-1], held.device)).movedim(-1, 0)
-    return Pool(hits, (blocks * kept).sum(-1))
+def pools_of(ranks: Tensor, topk_blocks: Sequence[int], block_size: int, true: Truth, budgets: Sequence[int]) -> Pools:
+    """The pools of one source: the best `topk_blocks` blocks each, by int32 ranks [g, R, nb]."""
+    sizes = on_device(topk_blocks, ranks.device).view(-1, 1, 1, 1)
+    rank = ranks.gather(-1, true.order.clamp(min=0) // block_size).masked_fill_(true.order < 0, DROPPED)
+    hits = ((rank < sizes).double() @ within(budgets, rank.shape[-1], rank.device)).movedim(-1, 0)
+    return Pools(hits, (true.block_mass(block_size) * (ranks < sizes)).sum(-1))
 
 
-def pool_metrics(pools: Sequence[Pool | None], true: Truth, hits: Tensor, budgets: Sequence[int]) -> dict[str, Tensor]:
-    """pool_recall, pool_coverage, in_pool_recall, [K, P, g, R]; NaN where a selection has no pool."""
-    nothing = hits.new_full(hits[:, 0].shape, NAN)
-    held = torch.stack([nothing if p is None else p.oracle_hits for p in pools], dim=1)
-    mass = torch.stack([nothing if p is None else p.mass.expand_as(nothing) for p in pools], dim=1)
+def pool_metrics(pools: Pools, hits: Tensor, true: Truth, budgets: Sequence[int]) -> dict[str, Tensor]:
+    """pool_recall, pool_coverage, in_pool_recall, [K, P, g, R]; NaN where those of `pools` are, for want of a pool.
+
+    hits: |S ∩ O_k| of the selections in these pools, float64 [K, P, g, R].
+    """
+    held = pools.oracle_hits
     return {
         "pool_recall": ratio_or_nan(held, possible_hits(true, budgets)),
-        "pool_coverage": ratio_or_nan(mass, true.total),
+        "pool_coverage": ratio_or_nan(pools.mass.expand_as(held), true.total),
         "in_pool_recall": ratio_or_nan(hits, held),
     }
 
@@ -219,7 +262,7 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
         at = torch.isin(tile.rows, chosen).nonzero().squeeze(-1)
         if at.numel() == 0:
             return None
-        p = tile.probabilities[:, at]
+        p = tile.probabilities_at(at)
         mass = tile.by_position(p, ratio).double()
         visible = visible_lengths(tile.rows[at], ratio).unsqueeze(-1)
         hidden = torch.arange(mass.shape[-1], device=p.device) >= visible

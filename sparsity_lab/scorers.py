@@ -8,11 +8,12 @@ that are not visible yet are ignored by whoever selects.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from sparsity_lab import kernels
 from sparsity_lab.dense import RowTile, per_group
 from sparsity_lab.selection import visible_lengths
 
@@ -31,6 +32,28 @@ class Scorer(Protocol):
     def scores(self, tile: RowTile, ratio: int, share: str) -> Tensor:
         """float32 [g or 1, R, n]."""
         ...
+
+
+@runtime_checkable
+class GroupKeys(Protocol):
+    """A scorer that scores queries against something it keeps of every complete group, whatever the rows."""
+
+    def group_keys(self, layer: int, x: Tensor, k: Tensor, ratio: int, first: int) -> tuple[Tensor, ...]:
+        """Of the complete groups among some tokens: x [1, m, dim] and k [1, k, m, d] of the tokens from position
+        first * ratio on -> tensors with m // ratio groups along axis 1. Each group depends on its own tokens alone, so
+        a sequence may be read piece by piece."""
+        ...
+
+
+def group_keys(scorer: GroupKeys, tile: RowTile, ratio: int) -> tuple[Tensor, ...]:
+    """Those of the tile's layer, made once unless they are there from earlier calls (see `models.sparse`)."""
+    acts, name = tile.acts, keys_name(scorer, ratio)
+    return tile.keep_for_layer(name, lambda: scorer.group_keys(acts.layer, acts.x, acts.k, ratio, 0))
+
+
+def keys_name(scorer: GroupKeys, ratio: int) -> tuple[str, GroupKeys, int]:
+    """Where a layer keeps a scorer's group keys. The scorer itself is in it: an id may come back for another one."""
+    return "group keys", scorer, ratio
 
 
 class Oracle:
@@ -67,9 +90,14 @@ class Random:
         return {"name": self.name}
 
     def scores(self, tile: RowTile, ratio: int, share: str) -> Tensor:
-        positions = torch.arange(tile.length // ratio, device=tile.rows.device)
+        n = tile.length // ratio
         salt = int(tile.document[:12], 16) ^ (tile.seed * 1_000_003) ^ (tile.acts.layer << 40) ^ (ratio << 52)
         row_hash = _mix(tile.rows + (salt & (2**62 - 1)))
+        if kernels.usable(row_hash):
+            from sparsity_lab.kernels.random_scores import random_scores
+
+            return random_scores(row_hash, n).unsqueeze(0)
+        positions = torch.arange(n, device=row_hash.device)
         return (_mix(row_hash.unsqueeze(-1) + positions) & 0xFFFFFF).float().unsqueeze(0)
 
 
@@ -97,10 +125,10 @@ class _Keys:
         """Per-head logits against the summaries, then one score a group: mean over its heads, after the softmax over
         visible positions (`softmax`) or of the logits themselves (`logit`)."""
         n = tile.length // ratio
-        keys = tile.keep_for_layer((self.name, ratio), lambda: self.summaries(_grouped_keys(tile, ratio)))
+        keys = group_keys(self, tile, ratio)
         queries = tile.acts.query_rows(tile.rows).float() * tile.acts.scale
         grouped = queries.unflatten(0, (tile.kv_heads, -1)).flatten(1, 2)
-        logits = self.logits(grouped, keys).view(-1, tile.rows.numel(), n)
+        logits = self.logits(grouped, keys).view(len(queries), tile.rows.numel(), n)
         if self.head_reduction == "softmax" and n:
             visible = visible_lengths(tile.rows, ratio).unsqueeze(-1)
             hidden = torch.arange(n, device=logits.device) >= visible
@@ -108,18 +136,18 @@ class _Keys:
             logits = logits.masked_fill_(hidden, -1e30).softmax(dim=-1)
         return per_group(logits, share, tile.kv_heads).mean(dim=1)
 
-    def summaries(self, keys: Tensor) -> Any:
-        """keys float32 [k, n, r, d] -> whatever `logits` needs."""
+    def group_keys(self, layer: int, x: Tensor, k: Tensor, ratio: int, first: int) -> tuple[Tensor, ...]:
+        """See `GroupKeys`."""
+        n = k.shape[2] // ratio
+        return self.summaries(k[0, :, : n * ratio].float().unflatten(1, (n, ratio)))
+
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        """keys float32 [k, n, r, d] -> what `logits` needs, each [k, n, d]."""
         raise TypeError(f"{type(self).__name__} must define summaries")
 
-    def logits(self, queries: Tensor, summaries: Any) -> Tensor:
+    def logits(self, queries: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
         """queries float32 [k, heads a group * R, d] -> [k, heads a group * R, n]."""
         raise TypeError(f"{type(self).__name__} must define logits")
-
-
-def _grouped_keys(tile: RowTile, ratio: int) -> Tensor:
-    n = tile.length // ratio
-    return tile.acts.k[0, :, : n * ratio].float().unflatten(1, (n, ratio))
 
 
 class MeanKey(_Keys):
@@ -127,11 +155,11 @@ class MeanKey(_Keys):
 
     name = "mean_key"
 
-    def summaries(self, keys: Tensor) -> Tensor:
-        return keys.mean(dim=2)
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
+        return (keys.mean(dim=2),)
 
-    def logits(self, queries: Tensor, summaries: Tensor) -> Tensor:
-        return queries @ summaries.transpose(1, 2)
+    def logits(self, queries: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
+        return queries @ summaries[0].transpose(1, 2)
 
 
 class Quest(_Keys):
@@ -139,10 +167,10 @@ class Quest(_Keys):
 
     name = "quest"
 
-    def summaries(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def summaries(self, keys: Tensor) -> tuple[Tensor, ...]:
         return keys.amin(dim=2), keys.amax(dim=2)
 
-    def logits(self, queries: Tensor, summaries: tuple[Tensor, Tensor]) -> Tensor:
+    def logits(self, queries: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
         low, high = summaries
         return queries.clamp(min=0) @ high.transpose(1, 2) + queries.clamp(max=0) @ low.transpose(1, 2)
 

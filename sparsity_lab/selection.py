@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsity_lab import kernels
+
 NEG_INF = float("-inf")
 DROPPED = torch.iinfo(torch.int32).max  # the rank of a block that can never be kept
 _LOW = 0xFFFFFFFF
@@ -31,16 +33,20 @@ def as_mask(picks: Tensor, n: int) -> Tensor:
     return mask.scatter_(-1, picks.long().masked_fill(picks < 0, n), True)[..., :n]  # -1 lands in a spare column
 
 
+def _check_scores(scores: Tensor) -> None:
+    if scores.dtype != torch.float32:
+        raise ValueError(f"scores.dtype={scores.dtype}: scores are ranked in float32 (lower precision makes ties)")
+    if scores.numel() and torch.isnan(scores.amax()):
+        raise ValueError("scores contain NaN: a NaN has no rank; look for it where the scores are made")
+
+
 def _sort_keys(scores: Tensor) -> Tensor:
     """Distinct int64 keys whose ascending order is: higher score first, then lower position.
 
     The upper half is the float32 pattern mapped monotonically to int32 and turned round (-0 counts as +0), the lower
     half the position. Distinct keys make any sort or partition deterministic, on every device.
     """
-    if scores.dtype != torch.float32:
-        raise ValueError(f"scores.dtype={scores.dtype}: scores are ranked in float32 (lower precision makes ties)")
-    if scores.numel() and torch.isnan(scores.amax()):
-        raise ValueError("scores contain NaN: a NaN has no rank; look for it where the scores are made")
+    _check_scores(scores)
     bits = (scores + 0.0).view(torch.int32)
     keys = torch.empty(scores.shape, dtype=torch.int64, device=scores.device)
     halves = keys.view(torch.int32).unflatten(-1, (scores.shape[-1], 2))  # little-endian: the lower half comes first
@@ -63,19 +69,29 @@ def order_positions(scores: Tensor, limit: int | None = None) -> Tensor:
     """
     n = scores.shape[-1]
     limit = n if limit is None else min(limit, n)
-    keys = _sort_keys(scores)
-    if keys.device.type == "cpu":  # numpy's vectorised integer sort is several times faster than torch's
-        array = keys.numpy()
-        if limit < n:
-            array.partition(max(limit - 1, 0), axis=-1)
-            array = array[..., :limit].copy()
-        array.sort(axis=-1)
-        keys = torch.from_numpy(array)
-    elif limit < n:
-        keys = keys.topk(limit, dim=-1, largest=False).values
-    else:
-        keys = keys.sort(dim=-1).values
+    if scores.is_cuda:
+        return _order_on_gpu(scores, limit)
+    array = _sort_keys(scores).numpy()  # numpy's vectorised integer sort is several times faster than torch's
+    if limit < n:
+        array.partition(max(limit - 1, 0), axis=-1)
+        array = array[..., :limit].copy()
+    array.sort(axis=-1)
+    keys = torch.from_numpy(array)
     return (keys & _LOW).masked_fill_((keys >> 32) == _UNREACHABLE, -1)
+
+
+def _order_on_gpu(scores: Tensor, limit: int) -> Tensor:
+    """The same order by a stable sort, which keeps equal scores by position, of all scores or of the best `limit`."""
+    _check_scores(scores)
+    if limit == scores.shape[-1] or not kernels.usable(scores):
+        scores, order = (scores + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0 counts as +0
+        scores, order = scores[..., :limit], order[..., :limit]
+        return order.masked_fill(scores == NEG_INF, -1)
+    from sparsity_lab.kernels.select import top_positions
+
+    picks = top_positions(scores, limit)
+    best = scores.gather(-1, picks.clamp(min=0)).masked_fill_(picks < 0, NEG_INF)
+    return picks.gather(-1, (best + 0.0).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def adjust_scores(

@@ -109,7 +109,7 @@ def scores_of_call(
 
 def as_mask(picks: Tensor, offset: int, width: int) -> Tensor:
     """int32 [b, s, k] indices -> bool [b, s, width]."""
-    mask = torch.zeros(*picks.shape[:-1], width + 1, dtype=torch.bool)
+    mask = torch.zeros(*picks.shape[:-1], width + 1, dtype=torch.bool, device=picks.device)
     mask.scatter_(-1, torch.where(picks < 0, width, picks.long() - offset), True)
     return mask[..., :width]
 

@@ -293,7 +293,8 @@ def test_memory_grows_with_the_tile_not_with_the_rows() -> None:
         q, k = torch.randn(1, 4, length, 8), torch.randn(1, 2, length, 8)
         acts = LayerActivations(0, q, k, k, q, q, 0.3, softcap=2.0, sink=torch.zeros(4), window=100)
         chosen = torch.arange(rows) * (length // rows)
-        return peak_bytes(lambda: deque(row_tiles(acts, chosen, tile, DOCUMENT, 0), maxlen=0)) / (16 * tile * length)
+        tiles = (part.probabilities.sum() for part in row_tiles(acts, chosen, tile, DOCUMENT, 0))
+        return peak_bytes(lambda: deque(tiles, maxlen=0)) / (16 * tile * length)
 
     few, many = peak(1024, 32, 16), peak(1024, 256, 16)
     assert 1 < few < 6

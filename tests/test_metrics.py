@@ -16,9 +16,8 @@ from fake_model import FakeModel, documents, dyadic_tiles, naive_rows, random_ce
 
 from sparsity_lab.cells import Candidate, Cell, Selection
 from sparsity_lab.metrics import METRICS, raw_start
-from sparsity_lab.passes import restrict
 from sparsity_lab.scorers import BASELINES
-from sparsity_lab.selection import DROPPED
+from sparsity_lab.selecting import restrict
 
 LENGTH = 31  # no multiple of the ratios 2, 3, 4, 5 nor of a block size
 ROWS = torch.tensor([0, 1, 2, 3, 4, 7, 8, 11, 15, 16, 19, 24, 25, 29, 30])
@@ -171,8 +170,12 @@ def test_restrict_is_a_filter():
         reachable = generator.integers(0, n + 1, size=3)
         for row, stop in zip(order, reachable, strict=True):
             row[stop:] = -1
-        ranks = np.where(order < 0, DROPPED, generator.integers(0, 8, size=order.shape))
-        found = restrict(torch.from_numpy(order), torch.from_numpy(ranks).int(), kept, limit)
+        size = int(generator.integers(1, 4))
+        blocks = generator.integers(0, 8, size=(3, -(-n // size)))
+        tensors = torch.from_numpy(order), torch.from_numpy(blocks).int()
+        all_found = restrict(*tensors, size, [kept, kept + 1], limit)
+        assert torch.equal(all_found[1], restrict(*tensors, size, [kept + 1], limit)[0])
+        ranks, found = np.take_along_axis(blocks, np.maximum(order, 0) // size, axis=1), all_found[0]
         for row, rank, result in zip(order.tolist(), ranks.tolist(), found.tolist(), strict=True):
             wanted = [j for j, r in zip(row, rank, strict=True) if j >= 0 and r < kept][:limit]
             assert result == wanted + [-1] * (min(limit, n) - len(wanted))

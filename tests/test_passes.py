@@ -13,7 +13,7 @@ from fake_model import FakeModel, documents, dyadic_tiles, random_cells, run, ti
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsity_lab import metrics, passes
+from sparsity_lab import metrics, selecting
 from sparsity_lab.cells import Candidate, Cell, Selection, expand
 from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import RowTile
@@ -355,15 +355,15 @@ def reverse_order(scores, limit=None):
     return order if limit is None else order[..., :limit]
 
 
-passes_order = passes.order_positions
+passes_order = selecting.order_positions
 
 
 def future_selected(monkeypatch):
-    monkeypatch.setattr(passes, "adjust_scores", lambda scores, *args, **options: scores)
+    monkeypatch.setattr(selecting, "adjust_scores", lambda scores, *args, **options: scores)
 
 
 def oracle_forgets(monkeypatch):
-    monkeypatch.setattr(passes, "order_positions", reverse_order)
+    monkeypatch.setattr(selecting, "order_positions", reverse_order)
 
 
 def worst_positions_are_called_best(monkeypatch):
@@ -406,7 +406,7 @@ def without_position_1(scores, limit=None):
 
 
 def test_lost_position_in_a_saturated_row_is_reported(monkeypatch):
-    monkeypatch.setattr(passes, "order_positions", without_position_1)
+    monkeypatch.setattr(selecting, "order_positions", without_position_1)
     with pytest.raises(CheckError, match=r"recall is below 1 though it must be full: layer 0, row 3, .* top-9"):
         broken_run("random", topk=9)
 

@@ -270,7 +270,8 @@ def test_nothing_is_kept_behind_the_last_layer_that_reuses_it():
     evaluator, kept = DocumentPass([cell], scorers_of(model), tally, num_layers=5), []
     for tile in tiles_by_layer(model, tile=LENGTH):
         evaluator.tile(tile)
-        kept.append({tuple(o.shape) for orders in evaluator.chosen.values() for o in orders.values()})
+        chosen = [c for selector, _ in evaluator.selectors for c in selector.chosen.values()]
+        kept.append({tuple(o.shape) for orders in chosen for o in orders.values()})
     assert kept == [set(), {(1, len(ROWS), 3)}, set(), {(1, len(ROWS), 3)}, set()]
 
 
@@ -298,11 +299,11 @@ def test_native_scorer_selects_what_the_model_selected(monkeypatch):
     cells, _ = expand("native", topk=model.topk, window=model.raw_window, zipped=native_cells(model.native))
     right = DocumentPass._read
 
-    def read(self, tile, variant, pools, order, *rest, **options):
-        for i, members in enumerate(pools.values()):
-            for cell in (self.cells[m] for m in members):
-                seen[cell, tile.acts.layer] = order[i, 0, :, : model.topk], tile.acts.selected[0, tile.rows]
-        return right(self, tile, variant, pools, order, *rest, **options)
+    def read(self, tile, share, ratio, choices, true):
+        for choice in choices:
+            for cell in (self.cells[i] for i in choice.cells):
+                seen[cell, tile.acts.layer] = choice.order[0, :, : model.topk], tile.acts.selected[0, tile.rows]
+        return right(self, tile, share, ratio, choices, true)
 
     monkeypatch.setattr(DocumentPass, "_read", read)
     run(cells, tiles_by_layer(model, tile=LENGTH), scorers=scorers_of(model), native=model.native)
