@@ -36,8 +36,7 @@ def main(cfg: DictConfig) -> None:
     if settings["verify"]["num_documents"] != 0:
         table = verified(table, results, settings, folder, console.progress, log.warning)
     source_search.write(folder, table, results)
-    shown = ["name", "index_source_layers", "candidate_source_layer", "predicted", "measured", "index_flops"]
-    print(table[[name for name in shown if name in table]].to_string(index=False))
+    print(source_search.shown(table, options["latest_candidate"]))
     print(f"results: {folder}", file=sys.stderr)
 
 

@@ -1,11 +1,12 @@
 """Every candidate source against every consumer, and every selection on every later layer, in one pass over a model.
 
 Per consumer the scores are ordered once. For each earlier layer the pool at every block size and pool size is read off
-that order, and the oracle's, by the running count that `passes.restrict` uses, so the numbers are those that cells
+that order, and the oracle's, by the running count that `selecting.restrict` uses, so the numbers are those that cells
 with that candidate would get. Sums are exact, as in `passes.Tally`.
 
-Kept between layers, and nothing else: of every layer the rank of each block (int16, or int32 beyond 32,767 blocks) at
-every block size, and the first max(topk) positions of its order (int32); see `kept_bytes`.
+Kept between layers, and nothing else: of every layer the rank of each block at every block size, and the first
+max(topk) positions of its order, all int16 (int32 beyond 32,767); see `kept_bytes`. What reuse of selections made
+inside a pool takes is in `ablation_joint`.
 
 Shapes: g groups, R rows of a tile, G = g * R, n compressed positions, nb blocks, S earlier layers, B block sizes,
 P pool sizes, K budgets.
@@ -17,6 +18,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -29,9 +31,9 @@ from sparsity_lab.cells import Candidate, Cell, Selection
 from sparsity_lab.checks import CheckError
 from sparsity_lab.dense import RowTile
 from sparsity_lab.passes import exact_values
+from sparsity_lab.pool_walk import kept_mass, kept_ranks, mass_in_pools, small_int
 from sparsity_lab.scorers import Scorer
-from sparsity_lab.selection import adjust_scores, order_positions, rank_blocks, visible_lengths
-from sparsity_lab.topology import check_pool
+from sparsity_lab.selection import adjust_scores, order_positions
 
 # means over the rows where they are defined; pool_oracle_coverage: of the oracle restricted to the pool
 SOURCE_METRICS = ("pool_recall", "pool_coverage", "coverage", "pool_oracle_coverage", "single_coverage",
@@ -47,8 +49,8 @@ class Ablation:
     """What to compare: every combination of budget, pool size and block size.
 
     topk: budgets k; pool_positions: sizes of the pool, topk_blocks * block_size, in compressed positions; block_sizes:
-    positions a block; compress_ratio, share, window: see `cells.Selection` (the window matters only where a model
-    attends to compressed keys).
+    positions a block; joint_pools: (pool positions, block size) inside which selections are reused, too, for the search
+    of index and candidate sources together; the rest: see `cells.Selection`.
     Raises:
         ValueError: nothing to compare, or a pool that cannot fill a selection or holds no whole number of blocks.
     """
@@ -59,6 +61,9 @@ class Ablation:
     block_sizes: tuple[int, ...]
     share: str = "layer"
     window: int = 0
+    exclude_window: bool = False
+    sinks: int = 0
+    joint_pools: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("topk", "pool_positions", "block_sizes"):
@@ -66,18 +71,23 @@ class Ablation:
             if not values or list(values) != sorted(set(values)):
                 raise ValueError(f"ablation.{name}={list(values)}: must be ascending, each value once, at least one")
             object.__setattr__(self, name, values)
-        for size in self.block_sizes:
-            for positions in self.pool_positions:
-                if size < 1 or positions % size:
-                    raise ValueError(f"ablation.pool_positions={positions}: must be a multiple of block_size={size}")
-                try:
-                    check_pool(self.topk[-1], positions // size, size)
-                except ValueError as error:
-                    raise ValueError(f"ablation.pool_positions={positions}, block_size={size}: {error}") from None
+        pools = [tuple(pool) for pool in self.joint_pools]
+        if len(set(pools)) < len(pools) or any(len(pool) != 2 for pool in pools):
+            raise ValueError(f"ablation.joint_pools={pools}: must be pairs (pool_positions, block_size), each once")
+        object.__setattr__(self, "joint_pools", tuple(pools))
         try:
             self.selection(self.topk[0])
         except ValueError as error:
             raise ValueError(str(error).replace("selection.", "ablation.")) from None
+        grid = product(self.pool_positions, self.block_sizes)
+        for key, compared in (("pool_positions", grid), ("joint_pools", self.joint_pools)):
+            for positions, size in compared:
+                if size < 1 or positions % size:
+                    raise ValueError(f"ablation.{key}: {positions} positions are no multiple of block_size={size}")
+                try:
+                    self.selection(self.topk[-1], Candidate(0, positions // size, size))
+                except ValueError as error:
+                    raise ValueError(f"ablation.{key}: {positions} positions in blocks of {size}: {error}") from None
 
     def cells(self, scorer: str, source: int) -> list[Cell]:
         """The cells that candidate source `source` stands for."""
@@ -86,62 +96,47 @@ class Ablation:
 
     def selection(self, topk: int, candidate: Candidate | None = None) -> Selection:
         """One selection of the comparison."""
-        return Selection(self.compress_ratio, topk, self.window, self.share, candidate=candidate)
+        return Selection(
+            self.compress_ratio, topk, self.window, self.share, self.exclude_window, self.sinks, candidate=candidate
+        )
 
     def describe(self) -> dict[str, Any]:
         """The fields, ready for JSON."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        return dataclasses.asdict(self)
 
 
 def kept_bytes(ablation: Ablation, layers: int, rows: int, length: int, groups: int = 1) -> int:
-    """Bytes kept between layers for one document of `length` tokens with `rows` sampled rows."""
+    """Bytes kept between layers for one document of `length` tokens with `rows` sampled rows: ranks of blocks, each
+    layer's own selection, and its selection inside the joint pools of the layers before it."""
     n = length // ablation.compress_ratio
-    blocks = [-(-n // size) for size in ablation.block_sizes]
-    ranks = sum(count * torch.iinfo(_rank_dtype(count)).bits // 8 for count in blocks)
-    return layers * groups * rows * (ranks + 4 * min(ablation.topk[-1], n))
+    blocks = [-(-n // size) for size in {*ablation.block_sizes, *(size for _, size in ablation.joint_pools)}]
+    ranks = layers * sum(count * small_int(count).itemsize for count in blocks)
+    selections = layers + len(ablation.joint_pools) * layers * (layers - 1) // 2
+    return groups * rows * (ranks + selections * min(ablation.topk[-1], n) * small_int(n).itemsize)
 
 
-def _rank_dtype(blocks: int) -> torch.dtype:
-    return torch.int16 if blocks < torch.iinfo(torch.int16).max else torch.int32
-
-
-def scored(tile: RowTile, scorer: Scorer, ratio: int, share: str) -> tuple[Tensor, Tensor]:
+def scored(tile: RowTile, scorer: Scorer, ablation: Ablation) -> tuple[Tensor, Tensor]:
     """A layer's scores as selections see them, float32 [g, R, n], and their whole order, int64 [g, R, n]."""
+    a = ablation
 
     def make() -> tuple[Tensor, Tensor]:
-        scores = scorer.scores(tile, ratio, share).expand(tile.groups(share), -1, -1)
-        scores = adjust_scores(scores, tile.rows, ratio)
+        scores = scorer.scores(tile, a.compress_ratio, a.share).expand(tile.groups(a.share), -1, -1)
+        scores = adjust_scores(
+            scores, tile.rows, a.compress_ratio, window=a.window, exclude_window=a.exclude_window, sinks=a.sinks
+        )
         return scores, order_positions(scores)
 
-    return tile.keep(("scored", scorer.name, ratio, share), make)
+    return tile.keep(("scored", scorer.name, a), make)
 
 
-def mass_in_pools(order: Tensor, gains: Tensor, blocks: Tensor, ranks: Tensor, pools: Tensor, ks: Tensor) -> Tensor:
-    """Mass of the first k entries of an order that lie in each pool; fewer where a pool holds fewer.
+def block_ranks(tile: RowTile, scorer: Scorer, ablation: Ablation, block_size: int) -> Tensor:
+    """Ranks of a layer's blocks, small integers [G, nb]."""
+    a = ablation
 
-    Most rows find them early in the order, so it is walked in stretches, each for those that have not.
+    def make() -> Tensor:
+        return kept_ranks(scored(tile, scorer, a)[0], tile.rows, a.compress_ratio, block_size)
 
-    Args:
-        order: int64 [G, n], -1 last; gains: float64 [G, n], mass of its entries (0 for -1); blocks: int64 [G, n].
-        ranks: [G, nb] of the source's blocks; pools: topk_blocks [P]; ks: ascending [K].
-    Returns:
-        float64 [P, K, G].
-    """
-    rows, n = order.shape
-    out = gains.new_zeros(len(pools), rows, len(ks))
-    most = int(ks[-1])
-    p, g = torch.cartesian_prod(torch.arange(len(pools)), torch.arange(rows)).to(order.device).unbind(-1)
-    for length in (2 * most, 8 * most, n):
-        length = min(length, n)
-        inside = ranks[g].gather(-1, blocks[g, :length]) < pools[p].unsqueeze(-1)
-        count = inside.cumsum(-1, dtype=torch.int32)
-        last = torch.searchsorted(count, ks.int().expand(len(g), -1).contiguous()).clamp_(max=length - 1)
-        out[p, g] = gains[g, :length].masked_fill(~inside, 0.0).cumsum(-1).gather(-1, last)
-        short = (count[:, -1] < most) & (order[g, length - 1] >= 0)
-        if length == n or not short.any():
-            break
-        p, g = p[short], g[short]
-    return out.transpose(1, 2)
+    return tile.keep(("block ranks", scorer.name, a, block_size), make)
 
 
 def row_sums(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +175,7 @@ class AblationPass:
         layer, a = tile.acts.layer, self.ablation
         if layer not in self.layers:
             return
-        scores, order = scored(tile, self.scorer, a.compress_ratio, a.share)
+        order = scored(tile, self.scorer, a)[1]
         true = metrics.truth(tile, a.share, a.compress_ratio, a.window, a.topk[-1])
         best = metrics.oracle_order(tile, a.share, a.compress_ratio)
         groups = tile.groups(a.share)
@@ -189,16 +184,12 @@ class AblationPass:
             best.flatten(0, 1), true,
         )  # fmt: skip
         place = int(tile.rows[0])
-        self.first[place].append(rows.order[:, : a.topk[-1]].int())
+        self.first[place].append(rows.order[:, : a.topk[-1]].to(small_int(rows.order.shape[-1])))
         if self.layers[0] != layer:
             self._add(self.source, layer, self._against_pools(place, rows))
         self._add(self.reuse, layer, self._against_selections(place, rows))
-        lengths = visible_lengths(tile.rows, a.compress_ratio)
         for size in a.block_sizes:
-            ranks = rank_blocks(scores, lengths, size).flatten(0, 1)
-            # dropped blocks hold nothing visible, so a pool may as well hold them
-            kept = ranks.clamp(max=ranks.shape[-1]).to(_rank_dtype(ranks.shape[-1]))
-            self.ranks[place, size].append(kept)
+            self.ranks[place, size].append(block_ranks(tile, self.scorer, a, size))
 
     @staticmethod
     def _add(sums: dict[int, Tensor], layer: int, more: Tensor) -> None:
@@ -249,8 +240,7 @@ class AblationPass:
         chosen = torch.stack(self.first[place]).long()  # [S + 1, G, L]
         n = rows.mass.shape[-1] - 1
         at = chosen.masked_fill(chosen < 0, n)
-        prefix = metrics.within(self.ablation.topk, at.shape[-1], ks.device)
-        kept = (rows.mass.expand(len(at), -1, -1).gather(-1, at) @ prefix).movedim(-1, 1)  # [S + 1, K, G]
+        kept = kept_mass(rows.mass.expand(len(at), -1, -1), chosen, self.ablation.topk).movedim(-1, 1)  # [S + 1, K, G]
         own = metrics.ranks_of(rows.order[:, : at.shape[-1]], n + 1).expand(len(at), -1, -1).gather(-1, at)
         both = torch.maximum(own, torch.arange(at.shape[-1], dtype=torch.int32, device=ks.device))
         common = torch.stack([(both < k).sum(-1) for k in self.ablation.topk], dim=1).double()
@@ -267,20 +257,20 @@ class AblationPass:
         """Sums and counts of the document: a row a (source, consumer, block size, pool size, k), and a row a (source,
         consumer, k), every metric as `<metric>_sum` and `<metric>_n`."""
         a = self.ablation
-        axes = [list(a.block_sizes), list(a.pool_positions), list(a.topk)]
-        source = [_frame(v, layer, self.layers, axes, SOURCE_KEYS, SOURCE_METRICS) for layer, v in self.source.items()]
-        reuse = [_frame(v, layer, self.layers, axes[2:], REUSE_KEYS, REUSE_METRICS) for layer, v in self.reuse.items()]
-        empty = pd.DataFrame(columns=[*SOURCE_KEYS, *_columns(SOURCE_METRICS)])
-        return pd.concat(source, ignore_index=True) if source else empty, pd.concat(reuse, ignore_index=True)
+        sizes = (a.block_sizes, a.pool_positions, a.topk)
+        source = [
+            sums_frame(sums, (self.layers[: sums.shape[2]], [layer], *sizes), SOURCE_KEYS, SOURCE_METRICS)
+            for layer, sums in self.source.items()
+        ]
+        reuse = [
+            sums_frame(sums, (self.layers[: sums.shape[2]], [layer], a.topk), REUSE_KEYS, REUSE_METRICS)
+            for layer, sums in self.reuse.items()
+        ]
+        return pd.concat(source, ignore_index=True), pd.concat(reuse, ignore_index=True)
 
 
-def _columns(names: Sequence[str]) -> list[str]:
-    return [f"{name}_{kind}" for kind in ("sum", "n") for name in names]
-
-
-def _frame(
-    sums: Tensor, consumer: int, layers: Sequence[int], axes: list[list[int]], keys: Sequence[str], names: Sequence[str]
-) -> pd.DataFrame:
-    """[2, metric, S, ...] in long form."""
-    places: Any = pd.MultiIndex.from_product([layers[: sums.shape[2]], [consumer], *axes], names=list(keys))
-    return pd.DataFrame(sums.flatten(2).flatten(0, 1).T.numpy(), places, _columns(names)).reset_index()
+def sums_frame(sums: Tensor, axes: Sequence[Sequence[int]], keys: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
+    """[2 (sum, n), metric, *axes] in long form, a column a key, sums and counts as `<metric>_sum` and `<metric>_n`."""
+    places: Any = pd.MultiIndex.from_product(axes, names=list(keys))
+    columns = [f"{name}_{kind}" for kind in ("sum", "n") for name in names]
+    return pd.DataFrame(sums.flatten(2).flatten(0, 1).T.cpu().numpy(), places, columns).reset_index()

@@ -3,6 +3,7 @@
     manifest.json                 settings, versions, device, git state; `identity` is what changes numbers
     source/<document>.parquet     sums of `ablation.SOURCE_METRICS`; written last, so its presence means done
     reuse/<document>.parquet      sums of `ablation.REUSE_METRICS`
+    joint/<document>.parquet      sums of `ablation_joint.JOINT_METRICS`, where joint pools were asked for
     attribution/<document>.parquet  sums of `attribution.STEPS`
 
 One set of files a document: running again measures the documents that lack, and more documents can be added.
@@ -10,7 +11,9 @@ One set of files a document: running again measures the documents that lack, and
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +24,11 @@ import pyarrow as pa
 
 from sparsity_lab import measurement
 from sparsity_lab.ablation import Ablation, AblationPass, kept_bytes
+from sparsity_lab.ablation_joint import JointPass
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.attribution import AttributionPass
 from sparsity_lab.cells import Candidate, Cell, cell_topology, index_sources
-from sparsity_lab.dense import default_tile, row_tiles
+from sparsity_lab.dense import row_tiles, with_less_memory
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.lightning import Lightning
 from sparsity_lab.measurement import Plan, Progress, sample_rows
@@ -33,21 +37,42 @@ from sparsity_lab.results import write_atomically, write_text
 from sparsity_lab.scorers import Scorer
 
 VERSION = 1  # part of the identity: raise it when the same settings would get other numbers
-TABLES = ("attribution", "reuse", "source")  # in the order they are written
+Tables = dict[str, pd.DataFrame]
+
+
+def _tables(ablation: Ablation) -> tuple[str, ...]:
+    """In the order they are written."""
+    return ("attribution", "reuse", *(("joint",) if ablation.joint_pools else ()), "source")
 
 
 @dataclass(frozen=True)
 class AblationResults:
-    """What a folder holds; every table has a column `document`."""
+    """What a folder holds; every table has a column `document`; `joint` is empty without joint pools."""
 
     manifest: dict[str, Any]
     source: pd.DataFrame
     reuse: pd.DataFrame
     attribution: pd.DataFrame
+    joint: pd.DataFrame
 
     @property
     def ablation(self) -> Ablation:
         return Ablation(**self.manifest["identity"]["ablation"])
+
+    def frame(self, table: str = "source") -> pd.DataFrame:
+        """Means over rows, a row a document and cell: "source" or "reuse" (columns: see `ablation_table`), or
+        "attribution" (`attribution.waterfall`, means over documents too).
+
+        Raises:
+            ValueError: no such table.
+        """
+        from sparsity_lab.ablation_table import reuse_means, source_means
+        from sparsity_lab.attribution import waterfall
+
+        made = {"source": source_means, "reuse": reuse_means, "attribution": lambda found: waterfall(found.attribution)}
+        if table not in made:
+            raise ValueError(f"table={table!r}: must be one of {', '.join(made)}")
+        return made[table](self)
 
 
 class AblationRun:
@@ -100,7 +125,7 @@ class AblationRun:
         self._attribution()
         if row_tile is not None and row_tile < 1:
             raise ValueError(f"measure.row_tile={row_tile}: must be at least 1, or null for as many as fit")
-        self.tile = row_tile or default_tile(model.num_heads, length + measurement.most_positions(model, length))
+        self.tile = row_tile or measurement.rows_at_once(model, length)
 
     def _attribution(self) -> AttributionPass:
         return AttributionPass(
@@ -124,14 +149,11 @@ class AblationRun:
         found: dict[str, Any] = json.loads(json.dumps(plain))  # as it will be read back
         return found
 
-    def memory(self, groups: int) -> int:
-        """Bytes kept between layers."""
-        return kept_bytes(self.ablation, len(self.layers), self.plan.num_rows, self.plan.length, groups)
-
-    def document(self, document: Document, on_layer: Callable[[], None] = lambda: None) -> dict[str, pd.DataFrame]:
-        """One forward over one document: the three tables."""
+    def document(self, document: Document, on_layer: Callable[[], None] = lambda: None) -> Tables:
+        """One forward over one document: a folder's tables."""
         rows = sample_rows(self.plan.length, self.plan.rows, self.plan.seed, document.id).to(self.model.device)
         found, losses = AblationPass(self.ablation, self.scorer, self.layers, checks=self.checks), self._attribution()
+        joint = JointPass(self.ablation, self.scorer, self.layers)
 
         def observe(acts: LayerActivations) -> None:
             for i, part in enumerate(row_tiles(acts, rows, self.tile, document.id, self.plan.seed)):
@@ -139,11 +161,13 @@ class AblationRun:
                     measurement.check_dense(part, self.model.dtype)
                 found.tile(part)
                 losses.tile(part)
+                joint.tile(part)
             on_layer()
 
         self.model.observe(document.tokens.unsqueeze(0), observe, self.layers)
         source, reuse = found.frames()
-        return {"attribution": losses.frame(), "reuse": reuse, "source": source}
+        tables = {"attribution": losses.frame(), "reuse": reuse, "source": source}
+        return tables | ({"joint": joint.frame()} if self.ablation.joint_pools else {})
 
     def run(
         self,
@@ -162,18 +186,23 @@ class AblationRun:
         todo = [d for d in self.documents if not _file(folder, "source", d.id).exists()]
         if len(todo) < len(self.documents):
             say(f"{len(self.documents) - len(todo)} of {len(self.documents)} documents are in the results already")
-        done, total = 0, len(todo) * len(self.layers)
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
-        for document in todo:
-            tables = self.document(document, step)
-            for name in TABLES:
+        each, total = len(self.layers), len(todo) * len(self.layers)
+        for i, document in enumerate(todo):
+            tables = self._within_memory(document, say, lambda done: progress(done, total), i * each)
+            for name in _tables(self.ablation):
                 _write(_file(folder, name, document.id), tables[name])
         return load(folder)
+
+    def _within_memory(
+        self, document: Document, say: Callable[[str], None], progress: Callable[[int], None], before: int
+    ) -> Tables:
+        """`document` with a row tile that fits; `before`: layers done before it."""
+
+        def work(tile: int) -> Tables:
+            self.tile, steps = tile, itertools.count(before + 1)
+            return self.document(document, lambda: progress(next(steps)))
+
+        return with_less_memory(work, min(self.tile, self.plan.num_rows), say)[0]
 
 
 def begin(folder: Path, identity: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
@@ -198,8 +227,9 @@ def load(folder: Path) -> AblationResults:
     documents = sorted(path.stem for path in (folder / "source").glob("*.parquet"))
     if not documents:
         raise ValueError(f"{folder}: nothing measured yet")
-    tables = {name: pd.concat([_read(folder, name, d) for d in documents], ignore_index=True) for name in TABLES}
-    return AblationResults(manifest, **tables)
+    names = _tables(Ablation(**manifest["identity"]["ablation"]))
+    tables = {name: pd.concat([_read(folder, name, d) for d in documents], ignore_index=True) for name in names}
+    return AblationResults(manifest, **{"joint": pd.DataFrame(), **tables})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -208,8 +238,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if "ablation" in manifest["identity"]:
             return manifest
+    except FileNotFoundError:
+        pass
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: no ablation that can be read ({error!r})") from error
+        raise ValueError(f"{folder}: no ablation that can be read ({error!r})") from None
     raise ValueError(f"{folder}: no ablation (made by experiments/ablate_source.py)")
 
 
@@ -257,8 +289,11 @@ def describe(ablation: Ablation, settings: Mapping[str, Any]) -> str:
         return f"{text}; memory unknown before the model is loaded (nothing was measured: dry_run=true)"
     layers = settings["measure"]["layers"]
     count = size.layers if layers is None else len(layers)
+    pairs, triples = math.comb(count, 2), math.comb(count + 1, 3)
     kept = kept_bytes(ablation, count, min(rows or length, length), length)
+    joint = [f"{positions} in blocks of {block}" for positions, block in ablation.joint_pools]
+    reused = f", {triples} triples in pools of {', '.join(joint)}" if joint else ""
     return (
-        f"{text}: {count * (count - 1) // 2} pairs; {kept / 2**20:.1f} MiB kept between layers "
+        f"{text}: {pairs} pairs{reused}; {kept / 2**20:.1f} MiB kept between layers "
         "(nothing was measured: dry_run=true)"
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from sparsity_lab.ablation import REUSE_KEYS, REUSE_METRICS, SOURCE_KEYS, SOURCE_METRICS
+from sparsity_lab.ablation_joint import JOINT_KEYS, JOINT_METRICS
 from sparsity_lab.ablation_run import AblationResults
 from sparsity_lab.results import bootstrap_interval, mean_of_defined
 
@@ -34,6 +35,11 @@ def source_means(results: AblationResults) -> pd.DataFrame:
 def reuse_means(results: AblationResults) -> pd.DataFrame:
     """REUSE_METRICS by document and REUSE_KEYS."""
     return _averages(results.reuse, REUSE_KEYS, REUSE_METRICS)
+
+
+def joint_means(results: AblationResults) -> pd.DataFrame:
+    """JOINT_METRICS by document and JOINT_KEYS."""
+    return _averages(results.joint, JOINT_KEYS, JOINT_METRICS)
 
 
 def matrix(table: pd.DataFrame, value: str) -> pd.DataFrame:

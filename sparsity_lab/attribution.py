@@ -26,9 +26,10 @@ from sparsity_lab import metrics
 from sparsity_lab.ablation import Ablation, row_sums, scored
 from sparsity_lab.cells import Candidate, cell_topology, index_sources
 from sparsity_lab.dense import RowTile
-from sparsity_lab.passes import restrict
+from sparsity_lab.pool_walk import kept_mass
 from sparsity_lab.scorers import Scorer
-from sparsity_lab.selection import DROPPED, rank_blocks, visible_lengths
+from sparsity_lab.selecting import restrict
+from sparsity_lab.selection import rank_blocks, visible_lengths
 from sparsity_lab.topology import NativeSelection
 
 STEPS = ("token_oracle", "oracle", "pool_oracle", "own", "used")
@@ -76,7 +77,7 @@ class AttributionPass:
         if layer not in self.sources:
             return
         place, source, most = int(tile.rows[0]), self.sources[layer], a.topk[-1]
-        scores, order = scored(tile, self.scorer, a.compress_ratio, a.share)
+        scores, order = scored(tile, self.scorer, a)
         best = metrics.oracle_order(tile, a.share, a.compress_ratio)
         pool = self.candidate if self.candidate is not None and source > self.candidate.source_layer else None
         own, in_pool = (self._inside(x, place, pool)[..., :most] for x in (order, best))
@@ -86,7 +87,8 @@ class AttributionPass:
             lengths = visible_lengths(tile.rows, a.compress_ratio)
             self.ranks[place] = rank_blocks(scores, lengths, self.candidate.block_size)
         true = metrics.truth(tile, a.share, a.compress_ratio, a.window, most)
-        kept = [self._kept(true, x) for x in (best[..., :most], in_pool, own, self.chosen[place, source])]
+        steps = (best[..., :most], in_pool, own, self.chosen[place, source])
+        kept = [kept_mass(true.mass, order, a.topk).movedim(-1, 0) for order in steps]
         kept.insert(0, self._tokens(tile, true, kept[0]))
         values = torch.stack([metrics.ratio_or_nan(x, true.total) for x in kept])  # [step, K, g, R]
         ks = torch.tensor(a.topk, device=values.device).view(-1, 1, 1)
@@ -98,14 +100,7 @@ class AttributionPass:
         """The order's entries in the pool, int64 [g, R, min(max k, n)]; all of it without one."""
         if pool is None:
             return order
-        ranks = self.ranks[place].gather(-1, order.clamp(min=0) // pool.block_size).masked_fill(order < 0, DROPPED)
-        return restrict(order, ranks, pool.topk_blocks, self.ablation.topk[-1])
-
-    def _kept(self, true: metrics.Truth, order: Tensor) -> Tensor:
-        """Mass of the first k entries, float64 [K, g, R]."""
-        at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
-        prefix = metrics.within(self.ablation.topk, order.shape[-1], order.device)
-        return (true.mass.gather(-1, at) @ prefix).movedim(-1, 0)
+        return restrict(order, self.ranks[place], pool.block_size, [pool.topk_blocks], self.ablation.topk[-1])[0]
 
     def _tokens(self, tile: RowTile, true: metrics.Truth, oracle: Tensor) -> Tensor:
         """Mass of the best k * r tokens in complete groups, float64 [K, g, R]; a layer that attends to compressed keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any
 
 import pandas as pd
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsity_lab.plot_table import (
+from sparsity_lab.figures.table import (
     REUSE,
     context_columns,
     curve_table,
@@ -36,6 +36,7 @@ TABLE_METRICS = {
     "worst_head_coverage": "worst head",
     "output_error": "output error",
 }
+NUMERIC = frozenset({"ratio", "k", "saturated", *TABLE_METRICS.values()})  # headers of columns aligned to the right
 # left out, first to last, where a terminal is too narrow
 DISPENSABLE = ("worst head", "total cov.", "relative cov.", "output error", "density", "oracle cov.")
 
@@ -104,10 +105,10 @@ def interval(value: float, low: float, high: float) -> str:
     return number(value) if pd.isna(low) else f"{number(value)} [{number(low)}-{number(high)}]"
 
 
-def fit(columns: dict[str, list[str]], width: int) -> list[str]:
+def fit(columns: dict[str, list[str]], width: int, dispensable: Sequence[str] = DISPENSABLE) -> list[str]:
     """Drop dispensable columns until the rest fits `width` characters; returns the headers dropped."""
     dropped: list[str] = []
-    for header in DISPENSABLE:
+    for header in dispensable:
         if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) <= width:
             break
         del columns[header]
@@ -115,32 +116,27 @@ def fit(columns: dict[str, list[str]], width: int) -> list[str]:
     return dropped
 
 
-def rich_table(columns: dict[str, list[str]], dim: list[bool]) -> Table:
+def rich_table(columns: dict[str, list[str]], dim: list[bool], numeric: Collection[str] = NUMERIC) -> Table:
     """For a terminal: bounds are dim, so that cells under test stand out."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="left" if is_text(name) else "right", no_wrap=True)
+        table.add_column(name, justify="right" if name in numeric else "left", no_wrap=True)
     for is_dim, cells in zip(dim, zip(*columns.values(), strict=True), strict=True):
         table.add_row(*cells, style="dim" if is_dim else None)
     return table
 
 
-def plain_table(columns: dict[str, list[str]]) -> str:
+def plain_table(columns: dict[str, list[str]], numeric: Collection[str] = NUMERIC) -> str:
     """Aligned text, a line a cell, no escape codes."""
     widths = {name: max(map(len, [name, *texts])) for name, texts in columns.items()}
     lines = []
     for cells in [tuple(columns), *zip(*columns.values(), strict=True)]:
         padded = [
-            text.ljust(widths[name]) if is_text(name) else text.rjust(widths[name])
+            text.rjust(widths[name]) if name in numeric else text.ljust(widths[name])
             for name, text in zip(columns, cells, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines) + "\n"
-
-
-def is_text(header: str) -> bool:
-    """Columns of words are aligned to the left."""
-    return header not in {"ratio", "k", "saturated", *TABLE_METRICS.values()}
 
 
 @contextlib.contextmanager

@@ -2,15 +2,14 @@
 
 Every layer uses the selection of the latest source at or before it, and the first source is layer 0, so that each
 layer is served. A placement's value is the sum over layers of C[source, layer], the coverage of a layer with the
-selection of a source; layers after a candidate source c are served by selections inside its pool, taken to cover
-C[source, layer] * factor[c, source], where the factor is what the pool leaves of the source's own coverage, measured.
-That product is an estimate (the pool may cost another layer more or less); without a pool values are exact on the
-documents C was measured on.
+selection of a source; sources after a candidate source c select inside its pool, and serve J[c, source, layer]. Both
+are measured, so values are exact on the documents they were measured on.
 
 Exact dynamic programming, as Kascade does for its anchor layers (arXiv 2512.16391): a placement is a cut of the layers
 into segments, each of which adds its own value.
 
-Shapes: L layers; C and factor float64 [L, L], read at source <= layer.
+Shapes: L layers; C float64 [L, L], read at source <= layer; J (`inside`) float64 [L, L, L], read at candidate < source
+<= layer.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ def segments(coverage: np.ndarray) -> np.ndarray:
     return out
 
 
-def with_pool(coverage: np.ndarray, factor: np.ndarray, candidate: int) -> np.ndarray:
+def with_pool(coverage: np.ndarray, inside: np.ndarray, candidate: int) -> np.ndarray:
     """`segments` where `candidate` must be a source that others follow: no segment runs over it or from it to the
     end."""
-    pooled = coverage.copy()
-    pooled[candidate + 1 :] *= factor[candidate, candidate + 1 :, None]
-    out = segments(pooled)
+    out = segments(np.concatenate([coverage[: candidate + 1], inside[candidate, candidate + 1 :]]))
     out[:candidate, candidate + 1 :] = -np.inf
     out[candidate, len(coverage)] = -np.inf
     return out
@@ -93,14 +90,14 @@ def best(coverage: np.ndarray, number: int) -> Placement:
     return Placement(sources, None, value_of(parts, sources) / len(coverage))
 
 
-def best_joint(coverage: np.ndarray, factor: np.ndarray, number: int, latest: int | None = None) -> Placement | None:
+def best_joint(coverage: np.ndarray, inside: np.ndarray, number: int, latest: int | None = None) -> Placement | None:
     """The best sources and candidate source together, the latter at layer `latest` or before; None where there is no
     room for both (number below 2)."""
     check_number(number, len(coverage))
     found = []
     last = len(coverage) - 2
     for candidate in range(1 + (last if latest is None else min(latest, last))):
-        parts = with_pool(coverage, factor, candidate)
+        parts = with_pool(coverage, inside, candidate)
         sources = best_cuts(parts, number)[-1]
         if sources is not None:
             found.append(Placement(sources, candidate, value_of(parts, sources) / len(coverage)))
@@ -108,12 +105,12 @@ def best_joint(coverage: np.ndarray, factor: np.ndarray, number: int, latest: in
 
 
 def best_candidate(
-    coverage: np.ndarray, factor: np.ndarray, sources: tuple[int, ...], latest: int | None = None
+    coverage: np.ndarray, inside: np.ndarray, sources: tuple[int, ...], latest: int | None = None
 ) -> Placement | None:
     """The best candidate source among given sources, each but the last, at layer `latest` or before; None with a single
     source."""
     found = [
-        Placement(sources, c, value_of(with_pool(coverage, factor, c), sources) / len(coverage))
+        Placement(sources, c, value_of(with_pool(coverage, inside, c), sources) / len(coverage))
         for c in sources[:-1]
         if latest is None or c <= latest
     ]
@@ -155,10 +152,10 @@ METHODS = ("dynamic_programming", "greedy", "published", "every_nth")
 
 
 def placements(
-    coverage: np.ndarray, factor: np.ndarray | None, number: int, latest: int | None = None
+    coverage: np.ndarray, inside: np.ndarray | None, number: int, latest: int | None = None
 ) -> dict[tuple[str, bool], Placement]:
     """What each method places, (method, with a pool) -> placement. Dynamic programming searches sources and candidate
-    together; the others get the best candidate for their sources, at layer `latest` or before. factor: None = no
+    together; the others get the best candidate for their sources, at layer `latest` or before. inside: None = no
     pool."""
     layers = len(coverage)
     sources = {
@@ -169,8 +166,8 @@ def placements(
     parts = segments(coverage)
     out = {("dynamic_programming", False): best(coverage, number)}
     out |= {(name, False): Placement(at, None, value_of(parts, at) / layers) for name, at in sources.items()}
-    if factor is not None:
-        pooled = {name: best_candidate(coverage, factor, at, latest) for name, at in sources.items()}
-        pooled["dynamic_programming"] = best_joint(coverage, factor, number, latest)
+    if inside is not None:
+        pooled = {name: best_candidate(coverage, inside, at, latest) for name, at in sources.items()}
+        pooled["dynamic_programming"] = best_joint(coverage, inside, number, latest)
         out |= {(name, True): found for name, found in pooled.items() if found is not None}
     return out

@@ -3,7 +3,7 @@ measures, and files that the experiments take as they are.
 
     placements.csv                      a row a method, number of sources, k, with and without a pool
     topologies.json                     name -> selection and `Topology.describe()`
-    experiment/<name>.yaml              for recall.py:  --config-dir FOLDER experiment=<name>
+    experiment/<name>.yaml              for recall.py and evaluate.py: --config-dir FOLDER experiment=<name>
     experiment/distill/<name>.yaml      for distill.py: --config-dir FOLDER experiment=distill/<name>
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pandas as pd
 import yaml
 
 from sparsity_lab import cost
+from sparsity_lab.ablation_joint import Pool
 from sparsity_lab.ablation_run import AblationResults
-from sparsity_lab.ablation_table import choose, layers_of, matrix, reuse_means, source_means
+from sparsity_lab.ablation_table import choose, joint_means, layers_of, matrix, reuse_means
 from sparsity_lab.cells import Candidate, Cell, Selection
 from sparsity_lab.lightning import IndexerConfig
 from sparsity_lab.placement import placements
@@ -43,33 +45,44 @@ def coverage_matrix(results: AblationResults, topk: int) -> np.ndarray:
     return matrix(table, "coverage").reindex(index=layers, columns=layers).to_numpy(dtype=float)
 
 
-def pool_factor(results: AblationResults, topk: int, block_size: int, pool_positions: int) -> np.ndarray:
-    """factor[c, a], what the pool of layer c leaves of layer a's own single-level coverage, float64 [L, L]."""
-    layers = layers_of(results)
-    table = choose(source_means(results), topk=topk, block_size=block_size, pool_positions=pool_positions)
-    kept, single = (
-        matrix(table, name).reindex(index=layers, columns=layers) for name in ("coverage", "single_coverage")
-    )
-    return (kept / single).to_numpy(dtype=float)
+def pooled_coverage(results: AblationResults, topk: int, pool: Pool) -> np.ndarray:
+    """J[c, a, l], the mean coverage of layer l with what layer a selected inside the pool of layer c, float64
+    [L, L, L], NaN unless c < a <= l.
+
+    Raises:
+        ValueError: a pool whose selections were not followed to the layers that reuse them.
+    """
+    measured = [list(one) for one in results.ablation.joint_pools]
+    if list(pool) not in measured:
+        raise ValueError(
+            f"search.pool_positions={pool[0]}, search.block_size={pool[1]}: the results have ablation.joint_pools="
+            f"{measured}; run experiments/ablate_source.py with that pool, or search single-level "
+            "(search.pool_positions=null)"
+        )
+    table = choose(joint_means(results), topk=topk, pool_positions=pool[0], block_size=pool[1])
+    means = table.groupby(["candidate", "source", "consumer"])["coverage"].mean()
+    out = np.full((len(layers_of(results)),) * 3, np.nan)
+    out[tuple(means.index.to_frame().to_numpy(dtype=int).T)] = means
+    return out
 
 
 def search(
-    results: AblationResults, numbers: Sequence[int], *, topk: Sequence[int], pool: tuple[int, int] | None,
+    results: AblationResults, numbers: Sequence[int], *, topk: Sequence[int], pool: Pool | None,
     latest_candidate: int | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """Every method's placements: `name`, method, num_sources, topk, index_source_layers (0,4,8), candidate_*,
-    predicted (mean coverage over layers).
+    pooled_sources (index sources that search in the pool), predicted (mean coverage over layers).
 
     Args:
-        pool: (pool_positions, block_size), one that was measured; None = single-level only.
+        pool: one of the results' `joint_pools`; None = single-level only.
         latest_candidate: no candidate source behind this layer. Late ones lose less coverage and save less cost.
     """
     rows = []
     for k in topk:
         coverage = coverage_matrix(results, k)
-        factor = None if pool is None else pool_factor(results, k, block_size=pool[1], pool_positions=pool[0])
+        inside = None if pool is None else pooled_coverage(results, k, pool)
         for number in numbers:
-            for (method, pooled), found in placements(coverage, factor, number, latest_candidate).items():
+            for (method, pooled), found in placements(coverage, inside, number, latest_candidate).items():
                 size = pool[1] if pool is not None and pooled else None
                 rows.append(
                     {
@@ -81,6 +94,9 @@ def search(
                         "candidate_source_layer": found.candidate,
                         "candidate_topk_blocks": pool[0] // size if pool is not None and size is not None else None,
                         "candidate_block_size": size,
+                        "pooled_sources": 0
+                        if found.candidate is None
+                        else sum(i > found.candidate for i in found.sources),
                         "predicted": found.value,
                     }
                 )
@@ -96,7 +112,7 @@ def selection_of(row: Any, results: AblationResults) -> Selection:
         fields = (row.candidate_source_layer, row.candidate_topk_blocks, row.candidate_block_size)
         pool = Candidate(*(int(value) for value in fields))
     sources = tuple(int(layer) for layer in row.index_source_layers.split(","))
-    return Selection(a.compress_ratio, int(row.topk), a.window, a.share, candidate=pool, index_source_layers=sources)
+    return replace(a.selection(int(row.topk), pool), index_source_layers=sources)
 
 
 def topology_of(selection: Selection, num_layers: int) -> Topology:
@@ -149,6 +165,19 @@ def with_measured(table: pd.DataFrame, found: Results) -> pd.DataFrame:
     return out.assign(error=out["predicted"] - out["measured"])
 
 
+def shown(table: pd.DataFrame, latest_candidate: int | None) -> str:
+    """The table as a person reads it."""
+    names = ["name", "index_source_layers", "candidate_source_layer", "pooled_sources", "predicted", "measured",
+             "index_flops", "index_bytes"]  # fmt: skip
+    text = table[[name for name in names if name in table]].to_string(index=False)
+    if latest_candidate is None and table["candidate_source_layer"].notna().any():
+        text += (
+            "\nLate candidate sources predict best, but few index sources are left to search in their pool, so little "
+            "is saved; search.latest_candidate=LAYER allows no later one."
+        )
+    return text
+
+
 def write(folder: Path, table: pd.DataFrame, results: AblationResults) -> None:
     """All files of a search."""
     layers, told = len(layers_of(results)), {}
@@ -160,21 +189,23 @@ def write(folder: Path, table: pd.DataFrame, results: AblationResults) -> None:
             "candidate_block_size": selection.candidate and selection.candidate.block_size,
             "topology": topology_of(selection, layers).describe(),
         }
-        write_text(folder / "experiment" / f"{name}.yaml", _recall_yaml(name, selection, row))
+        write_text(folder / "experiment" / f"{name}.yaml", _selection_yaml(selection, row))
         write_text(folder / "experiment" / "distill" / f"{name}.yaml", _distill_yaml(name, selection))
     write_text(folder / "topologies.json", json.dumps(told, indent=1) + "\n")
     write_table(table, folder / "placements.csv")
 
 
-def _recall_yaml(name: str, selection: Selection, row: Any) -> str:
+def _selection_yaml(selection: Selection, row: Any) -> str:
+    """The selection and nothing else, so that every experiment with one keeps to its own results folder."""
     pool = selection.candidate
     fields = {
-        "experiment_name": name,
         "selection": {
             "compress_ratio": selection.compress_ratio,
             "topk": selection.topk,
             "window": selection.window,
             "share": selection.share,
+            "exclude_window": selection.exclude_window,
+            "sinks": selection.sinks,
             "index_source_layers": list(selection.index_source_layers or ()),
             "candidate": {
                 "source_layer": pool and pool.source_layer,
@@ -188,8 +219,13 @@ def _recall_yaml(name: str, selection: Selection, row: Any) -> str:
 
 
 def _distill_yaml(name: str, selection: Selection) -> str:
-    sources = list(selection.index_source_layers or ())
-    recipe = {"ratios": [selection.compress_ratio], "topk": [selection.topk], "index_source_layers": sources}
+    recipe = {
+        "ratios": [selection.compress_ratio],
+        "topk": [selection.topk],
+        "index_source_layers": list(selection.index_source_layers or ()),
+        "window": selection.window,
+        "exclude_window": selection.exclude_window,
+    }
     head = (
         "# @package _global_\n# Train the indexers that this placement needs; found by experiments/search_sources.py\n"
     )

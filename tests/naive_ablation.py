@@ -71,3 +71,22 @@ def reuse_means(source: RowTile, consumer: RowTile, scorer: Scorer, *, ratio: in
                 }
             )
     return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+
+
+def joint_mean(
+    candidate: RowTile, source: RowTile, consumer: RowTile, scorer: Scorer, *, ratio: int, share: str, topk: int,
+    pool: int, block_size: int,
+) -> float:  # fmt: skip
+    """Mean over the rows that are not saturated: coverage of the consumer with what the source selects inside the
+    candidate's pool."""
+    found = []
+    for group in range(consumer.groups(share)):
+        for at in range(len(consumer.rows)):
+            mass = _row(consumer, scorer, ratio, share, group, at)[1]
+            if len(mass) <= topk:
+                continue
+            first = _row(candidate, scorer, ratio, share, group, at)[0]
+            inside = naive.candidate_pool(first, pool // block_size, block_size)
+            chosen = naive.best(_row(source, scorer, ratio, share, group, at)[0], inside, topk)
+            found.append(naive.total(mass, chosen) / sum(mass))
+    return float(np.mean(found))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from fake_model import FakeModel, documents, run, tiles_of
 
-from sparsity_lab.ablation import REUSE_METRICS, SOURCE_METRICS, Ablation, AblationPass, kept_bytes, mass_in_pools
+from sparsity_lab.ablation import REUSE_METRICS, SOURCE_METRICS, Ablation, AblationPass
 from sparsity_lab.cells import Candidate, Cell
+from sparsity_lab.pool_walk import mass_in_pools
 from sparsity_lab.scorers import BASELINES
 
 MODEL = FakeModel(num_layers=5)
@@ -21,6 +22,7 @@ GRIDS = {
     "layer": Ablation(1, (2, 5, 8), (12, 24, 36), (2, 3, 4)),
     "kv_head": Ablation(2, (1, 3), (6, 12), (2, 3), share="kv_head"),
 }
+OPTIONS = Ablation(1, (2, 6), (12, 24), (2, 3), window=7, exclude_window=True, sinks=2)
 
 
 def frames(grid: Ablation, scorer: str = "quest", tile: int = 61):
@@ -52,9 +54,8 @@ def test_random_triples_equal_the_loops(share, scorer):
             assert got[f"{name}_sum"] / got[f"{name}_n"] == pytest.approx(want[name], abs=1e-6), name
 
 
-@pytest.mark.parametrize("share", GRIDS)
-def test_sums_are_those_of_cells_with_that_candidate_to_the_last_bit(share):
-    grid = GRIDS[share]
+@pytest.mark.parametrize("grid", [*GRIDS.values(), OPTIONS], ids=[*GRIDS, "options"])
+def test_sums_are_those_of_cells_with_that_candidate_to_the_last_bit(grid):
     cells = [cell for s in range(4) for cell in grid.cells("quest", s)]
     tally = run(cells, tiles_of(MODEL, DOCUMENT, ROWS, 61))
     table = frames(grid)[0].set_index(["source", "consumer", "block_size", "pool_positions", "topk"])
@@ -97,24 +98,20 @@ def test_every_stretch_of_the_walk_gives_the_same():
                 assert found[p, k, g] == sum(inside[:most])
 
 
-def test_kept_bytes_is_what_is_kept():
-    grid = GRIDS["layer"]
-    found = AblationPass(grid, BASELINES["quest"](), range(5))
-    for part in tiles_of(MODEL, DOCUMENT, ROWS, 13):
-        found.tile(part)
-    kept = [x for part in (found.ranks, found.first) for tensors in part.values() for x in tensors]
-    assert sum(x.numel() * x.element_size() for x in kept) == kept_bytes(grid, 5, 61, 61)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"pool_positions": (8,), "block_sizes": (3,)}, "pool_positions=8"),
+        ({"pool_positions": (8,), "block_sizes": (3,)}, "pool_positions: 8"),
         ({"topk": ()}, "ablation.topk"),
         ({"topk": (9,), "pool_positions": (8,)}, "topk=9"),
         ({"block_sizes": (4, 2)}, "ablation.block_sizes"),
         ({"share": "head"}, "ablation.share='head'"),
         ({"topk": (0,)}, "ablation.topk=0"),
+        ({"sinks": 3}, "ablation.sinks=3"),
+        ({"joint_pools": ((8, 2), (8, 2))}, "ablation.joint_pools=.*each once"),
+        ({"joint_pools": ((8,),)}, "ablation.joint_pools=.*must be pairs"),
+        ({"joint_pools": ((8, 3),)}, "ablation.joint_pools: 8"),
+        ({"joint_pools": ((4, 4),), "topk": (2,)}, "ablation.joint_pools: 4 positions in blocks of 4"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(change, named):

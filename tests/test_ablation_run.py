@@ -6,9 +6,11 @@ import cli
 import pandas as pd
 import pytest
 import tiny_ablation
+import torch
 from fake_model import FakeModel
 from sparse_model import SparseModel
 
+from sparsity_lab import ablation_run
 from sparsity_lab.ablation import Ablation
 from sparsity_lab.ablation_run import AblationRun, load, pool_of
 from sparsity_lab.native import Native
@@ -21,6 +23,7 @@ def test_all_pairs_of_all_documents(tmp_path):
     assert len(found.source) == 3 * 15 * 2 * 3 * 2
     assert len(found.reuse) == 3 * 21 * 2
     assert len(found.attribution) == 3 * 6 * 2
+    assert len(found.joint) == 3 * 35 * 2
     assert found.ablation == tiny_ablation.GRID
 
 
@@ -30,7 +33,7 @@ def test_only_missing_documents_are_measured_and_nothing_changes(tmp_path):
     model = FakeModel(num_layers=6)
     parts = tiny_ablation.make(tmp_path / "parts", model=model)
     assert len(model.observed) == 2
-    for name in ("source", "reuse", "attribution"):
+    for name in ("source", "reuse", "attribution", "joint"):
         pd.testing.assert_frame_equal(getattr(parts, name), getattr(whole, name), check_exact=True)
 
 
@@ -41,6 +44,32 @@ def test_a_document_that_was_cut_short_is_measured_again(tmp_path):
     again = tiny_ablation.make(tmp_path, model=model)
     assert len(model.observed) == 1
     pd.testing.assert_frame_equal(again.source, whole.source, check_exact=True)
+
+
+def test_without_joint_pools_there_are_no_triples(tmp_path):
+    found = tiny_ablation.make(tmp_path, grid=Ablation(1, (2, 4), (8, 16, 32), (2, 4)))
+    assert found.joint.empty
+    assert not (tmp_path / "joint").exists()
+
+
+def test_out_of_device_memory_halves_the_row_tile_and_goes_on(tmp_path, monkeypatch):
+    want, right, heard, steps = tiny_ablation.make(tmp_path / "one"), ablation_run.row_tiles, [], []
+
+    def short_of_memory(acts, rows, tile, *rest):
+        if tile > 12 and acts.layer == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return right(acts, rows, tile, *rest)
+
+    monkeypatch.setattr(ablation_run, "row_tiles", short_of_memory)
+    run = tiny_ablation.prepare()
+    found = run.run(tmp_path / "two", tiny_ablation.ABOUT, progress=lambda *n: steps.append(n), say=heard.append)
+    assert heard == [f"out of device memory: going on with measure.row_tile={tile}" for tile in (23, 11)]
+    assert steps[:2] == steps[2:4] == steps[4:6] == [(1, 18), (2, 18)]
+    assert steps[-1] == (18, 18)
+    for name in ("source", "reuse", "attribution", "joint"):
+        keys = [c for c in getattr(want, name) if not c.endswith(("_sum", "_n"))]
+        one, other = (getattr(results, name).sort_values(keys, ignore_index=True) for results in (want, found))
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
 
 
 def test_other_settings_are_not_mixed_in(tmp_path):
@@ -128,5 +157,5 @@ def test_dry_run_measures_nothing_and_tells_the_memory(command):
     here, args = command
     done = cli.run(here, *args, "dry_run=true", script=SCRIPT)
     assert (done.code, done.forwards) == (0, 0)
-    assert "3 pairs" in done.out
+    assert "3 pairs, 4 triples in pools of 512 in blocks of 8" in done.out
     assert "MiB kept between layers" in done.out

@@ -1,4 +1,5 @@
-"""The ablation of SmolLM2 with its learned indexers against loops, on five random (source, consumer, cell) triples."""
+"""The ablation of SmolLM2 with its learned indexers against loops, on five random (source, consumer, cell) triples and
+five (candidate source, index source, consumer)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import naive_ablation
 import pytest
 
 from sparsity_lab.ablation import REUSE_METRICS, SOURCE_METRICS, Ablation
+from sparsity_lab.ablation_joint import JOINT_KEYS
 from sparsity_lab.ablation_run import AblationRun
 from sparsity_lab.dense import row_tiles
 from sparsity_lab.lightning import Lightning
@@ -15,7 +17,7 @@ from sparsity_lab.measurement import sample_rows
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 
-GRID = Ablation(1, (16, 32, 64), (128, 256, 512, 1024), (4, 8, 16))
+GRID = Ablation(1, (16, 32, 64), (128, 256, 512, 1024), (4, 8, 16), joint_pools=((512, 8),))
 
 
 def test_five_random_triples_equal_the_loops():
@@ -39,6 +41,7 @@ def test_five_random_triples_equal_the_loops():
     model.observe(documents[0].tokens.unsqueeze(0), keep, range(30))
     source = tables["source"].set_index(["source", "consumer", "block_size", "pool_positions", "topk"])
     reuse = tables["reuse"].set_index(["source", "consumer", "topk"])
+    joint = tables["joint"].set_index(list(JOINT_KEYS))
     for _ in range(5):
         s, later = sorted(draw.sample(range(30), 2))
         size, pool, k = draw.choice(GRID.block_sizes), draw.choice(GRID.pool_positions), draw.choice(GRID.topk)
@@ -51,3 +54,8 @@ def test_five_random_triples_equal_the_loops():
         for want, got, names in zip(wants, gots, (SOURCE_METRICS, REUSE_METRICS), strict=True):
             for name in names:
                 assert got[f"{name}_sum"] / got[f"{name}_n"] == pytest.approx(want[name], abs=1e-6), name
+        last = draw.choice(range(later, 30))
+        layers = (tiles[s], tiles[later], tiles[last])
+        want = naive_ablation.joint_mean(*layers, scorer, pool=512, block_size=8, **plain)
+        got = joint.loc[s, later, last, 512, 8, k]
+        assert got["coverage_sum"] / got["coverage_n"] == pytest.approx(want, abs=1e-6)

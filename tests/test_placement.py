@@ -15,16 +15,16 @@ LAYERS = 10
 
 def matrices(seed):
     draw = np.random.default_rng(seed)
-    return draw.uniform(0.2, 1.0, (LAYERS, LAYERS)), draw.uniform(0.5, 1.0, (LAYERS, LAYERS))
+    return draw.uniform(0.2, 1.0, (LAYERS, LAYERS)), draw.uniform(0.1, 1.0, (LAYERS, LAYERS, LAYERS))
 
 
-def plain_value(coverage, factor, sources, candidate):
+def plain_value(coverage, inside, sources, candidate):
     """Layer by layer."""
     total = 0.0
     for layer in range(len(coverage)):
         source = max(s for s in sources if s <= layer)
         pooled = candidate is not None and source > candidate
-        total += coverage[source, layer] * (factor[candidate, source] if pooled else 1.0)
+        total += inside[candidate, source, layer] if pooled else coverage[source, layer]
     return total / len(coverage)
 
 
@@ -35,26 +35,27 @@ def every_choice(number):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("number", range(1, LAYERS + 1))
 def test_dynamic_programming_equals_trying_everything(number, seed):
-    coverage, factor = matrices(seed)
-    want = max(plain_value(coverage, factor, sources, None) for sources in every_choice(number))
+    coverage, inside = matrices(seed)
+    want = max(plain_value(coverage, inside, sources, None) for sources in every_choice(number))
     found = placement.best(coverage, number)
     assert len(found.sources) == number
     assert found.value == pytest.approx(want, abs=1e-12)
-    assert found.value == pytest.approx(plain_value(coverage, factor, found.sources, None), abs=1e-12)
+    assert found.value == pytest.approx(plain_value(coverage, inside, found.sources, None), abs=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("number", range(1, LAYERS + 1))
-def test_the_joint_search_equals_trying_everything(number):
-    coverage, factor = matrices(9)
-    found = placement.best_joint(coverage, factor, number)
+def test_the_joint_search_equals_trying_everything(number, seed):
+    coverage, inside = matrices(seed)
+    found = placement.best_joint(coverage, inside, number)
     if number == 1:
         assert found is None
         return
     options = [(s, c) for s in every_choice(number) for c in s[:-1]]
-    want = max(plain_value(coverage, factor, *option) for option in options)
+    want = max(plain_value(coverage, inside, *option) for option in options)
     assert found.value == pytest.approx(want, abs=1e-12)
-    assert found.value == pytest.approx(plain_value(coverage, factor, found.sources, found.candidate), abs=1e-12)
-    given = placement.best_candidate(coverage, factor, found.sources)
+    assert found.value == pytest.approx(plain_value(coverage, inside, found.sources, found.candidate), abs=1e-12)
+    given = placement.best_candidate(coverage, inside, found.sources)
     assert given.candidate == found.candidate
     assert given.value == pytest.approx(found.value)
 
@@ -99,10 +100,10 @@ def test_a_number_that_does_not_fit_is_refused(number):
 
 @pytest.mark.parametrize("latest", [0, 3, 9])
 def test_no_candidate_behind_the_latest(latest):
-    coverage, factor = matrices(2)
+    coverage, inside = matrices(2)
     options = [(s, c) for s in every_choice(5) for c in s[:-1] if c <= latest]
-    found = placement.best_joint(coverage, factor, 5, latest)
-    assert found.value == pytest.approx(max(plain_value(coverage, factor, *option) for option in options))
+    found = placement.best_joint(coverage, inside, 5, latest)
+    assert found.value == pytest.approx(max(plain_value(coverage, inside, *option) for option in options))
     assert all(
-        one.candidate <= latest for (_, pool), one in placement.placements(coverage, factor, 5, latest).items() if pool
+        one.candidate <= latest for (_, pool), one in placement.placements(coverage, inside, 5, latest).items() if pool
     )

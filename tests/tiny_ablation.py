@@ -12,7 +12,7 @@ from sparsity_lab.ablation_run import AblationResults, AblationRun
 from sparsity_lab.cells import Candidate
 from sparsity_lab.scorers import BASELINES
 
-GRID = Ablation(1, (2, 4), (8, 16, 32), (2, 4))
+GRID = Ablation(1, (2, 4), (8, 16, 32), (2, 4), joint_pools=((8, 2),))
 ABOUT: dict[str, Any] = {"model": {"name": "fake"}, "scorer": "quest"}
 
 
