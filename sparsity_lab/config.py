@@ -5,14 +5,17 @@ everything else takes explicit values.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError
 
+from sparsity_lab.applied import SPARSE, settled
 from sparsity_lab.cells import Cell, expand
 from sparsity_lab.lightning import IndexerConfig
 from sparsity_lab.metrics import METRICS
@@ -38,6 +41,16 @@ def _recorded(what: str, *, _root_: DictConfig) -> Any:
     return manifest["data"]["length"] if what == "length" else manifest[what]["name"]
 
 
+def _applied(*, _root_: DictConfig) -> str:
+    """`${applied:}`, what tells the results of a run with a selection applied from others; nothing without one."""
+    if OmegaConf.select(_root_, "model.attention") != SPARSE or "applied" not in _root_.model:
+        return ""
+    nodes = {"applied": _root_.model.applied, "scorer": _root_.get("scorer")}
+    plain: Any = OmegaConf.to_container(OmegaConf.create(nodes), resolve=True)
+    told = json.dumps(settled({"attention": SPARSE, "applied": plain["applied"]}, plain["scorer"]), sort_keys=True)
+    return f"-sparse-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
+
+
 def _native(what: str, *, _root_: DictConfig) -> Any:
     """`${native:topk}`, `:window` and `:zipped` of the model's own sparse attention, from its configuration alone."""
     from sparsity_lab.models import native_selection
@@ -53,6 +66,7 @@ def _native(what: str, *, _root_: DictConfig) -> Any:
 # at import, not in schemas.register(): the processes of joblib, submitit and Ray import this module and no entry point
 OmegaConf.register_new_resolver("basename", _basename, replace=True)
 OmegaConf.register_new_resolver("recorded", _recorded, replace=True)
+OmegaConf.register_new_resolver("applied", _applied, replace=True)
 OmegaConf.register_new_resolver("native", _native, replace=True)
 
 
@@ -75,7 +89,8 @@ class Job:
     @property
     def pass_key(self) -> str:
         """Jobs with the same key share one pass: same model, data, rows and results folder."""
-        return json.dumps([self.model, self.data, self.measure, str(self.folder)], sort_keys=True)
+        options = [self.measure, self.config.get("evaluation")]
+        return json.dumps([self.model, self.data, options, str(self.folder)], sort_keys=True)
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -89,8 +104,15 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         if missing:
             raise ValueError(f"{', '.join(missing)}: mandatory, but no value given")
         plain: Any = OmegaConf.to_container(config, resolve=True)
+    except InterpolationToMissingValueError as error:
+        key = str(error).splitlines()[0].rpartition(": ")[2]
+        raise ValueError(f"{key}: mandatory, but no value given") from None
     except InterpolationResolutionError as error:  # what a resolver of ours says is clear by itself
         raise ValueError(str(error).splitlines()[0].partition("interpolation: ")[2] or str(error)) from error
+    if "model" in plain:
+        plain["model"] = settled(plain["model"], plain.get("scorer"))
+        if (applied := plain["model"].get("applied")) is not None:
+            applied["scorer"] = chosen_scorer(applied["scorer"], plain["model"])
     replayed = {name: plain.get(name, {}).get("kind") == "recorded" for name in ("model", "data")}
     if replayed["model"] and not replayed["data"]:
         raise ValueError("model=recorded: has only the documents that were recorded; add data=recorded")
@@ -99,15 +121,15 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     return plain
 
 
-def read_job(config: DictConfig) -> Job:
+def read_job(config: DictConfig, objectives: Sequence[str] = METRICS) -> Job:
     """Check a composed configuration and turn it into a `Job`.
 
     Raises:
         ValueError: what `resolve` raises, a value out of range, or no valid cell at all.
     """
     values = resolve(config)
-    if values["objective"] not in METRICS:
-        raise ValueError(f"objective={values['objective']}: must be one of {', '.join(METRICS)}")
+    if values["objective"] not in objectives:
+        raise ValueError(f"objective={values['objective']}: must be one of {', '.join(objectives)}")
     for key in ("experiment_name", "name"):
         if not values[key].strip("./"):
             raise ValueError(f"{key}={values[key]!r}: must name a folder of its own below results_dir")

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from sparsity_lab import __version__
 from sparsity_lab.activations import ObservableModel
+from sparsity_lab.applied import sparse_model
 from sparsity_lab.cells import Cell, cell_topology, check_cell, index_sources, with_envelope
 from sparsity_lab.config import Job, read_job
 from sparsity_lab.documents import Documents
@@ -25,6 +26,7 @@ from sparsity_lab.models.recorded import RecordedModel
 from sparsity_lab.native import Native
 from sparsity_lab.results import Results, Store, write_table, write_text
 from sparsity_lab.scorers import BASELINES, Scorer
+from sparsity_lab.shape import described_model, described_scorers
 
 log = logging.getLogger("sparsity_lab")
 ProgressFactory = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
@@ -45,6 +47,11 @@ class Workspace:
         self._documents: dict[str, Documents] = {}
         self._passes: dict[str, Results | Exception] = {}
         self._unable: dict[tuple[str, tuple[Cell, ...]], ValueError] = {}  # (pass, a job's cells) -> what is wrong
+
+    @staticmethod
+    def read(config: DictConfig) -> Job:
+        """What a configuration asks for."""
+        return read_job(config)
 
     @classmethod
     def current(cls, progress: ProgressFactory = _silent) -> Workspace:
@@ -97,7 +104,8 @@ class Workspace:
         if isinstance(model, RecordedModel):
             needs = {name: first.measure[name] for name in ("rows", "seed", "layers", "detail_rows")}
             model.check(documents, **needs, scorers=[scorer.name for scorer in scorers.values()])
-        store = Store(first.folder, provenance(first, model, documents))
+        told = described_scorers(scorers, {job.scorer_label: job.scorer for job in jobs})
+        store = Store(first.folder, {**provenance(first, model, documents), "scorers": told})
         options = dict(first.measure)
         with self.progress(f"{model.name}, {len(documents)} documents") as progress:
             try:
@@ -157,6 +165,9 @@ class Workspace:
 def _load_model(settings: Mapping[str, Any]) -> ObservableModel:
     from sparsity_lab.models import load_model, loading
 
+    if "applied" in settings:
+        dense = {k: v for k, v in settings.items() if k != "applied"} | {"attention": "native"}
+        return sparse_model(_load_model(dense), settings["applied"])
     if settings.get("kind") == "recorded":
         return RecordedModel(settings["path"], device=settings["device"])
     if "size" in settings:
@@ -196,12 +207,14 @@ def _check(cell: Cell, scorer: Scorer, model: ObservableModel, length: int, laye
         scorer.check([layer for layer in selecting if layer in layers], ratio)
 
 
-def execute(config: DictConfig, folder: Path, progress: ProgressFactory = _silent) -> tuple[Job, Results]:
+def execute(
+    config: DictConfig, folder: Path, progress: ProgressFactory = _silent, workspace: type[Workspace] = Workspace
+) -> tuple[Job, Results]:
     """Run one Hydra job: measure (or take from the pass that served it), and leave `summary.csv` and `status` in
     `folder`. What goes wrong is logged there too, then raised."""
     try:
-        job = read_job(config)
-        results = Workspace.current(progress).results(job)
+        job = workspace.read(config)
+        results = workspace.current(progress).results(job)
         write_table(results.frame(), folder / "summary.csv")
     except Exception as error:
         log.error("%s", error)
@@ -248,7 +261,7 @@ def provenance(job: Job, model: ObservableModel, documents: Documents) -> dict[s
     """What a manifest says of a run beside its cells."""
     return {
         "config": job.config,
-        "model": {"name": model.name, "fingerprint": model.fingerprint, "dtype": str(model.dtype)},
+        "model": described_model(model),
         "data": documents.source,
         "seed": job.measure["seed"],
         **machine(),

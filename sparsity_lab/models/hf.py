@@ -1,14 +1,12 @@
 """Hugging Face causal LMs, observed through transformers' attention interface.
 
-During an observation the entries of the implementations in use (sdpa, eager, ...) stand for a function that calls the
-model's own attention, hands the tensors to the observer, and returns the model's output untouched, so nothing is
-patched per model family. The entry keeps its name, because families look at it. The layer's input x comes from a
-forward pre-hook on the attention module; what an indexer of the model's own adds, from `hf_native`.
+During an observation the model's own attention is called as ever and its output returned untouched; the observer is
+handed the tensors on the way (`hf_attention`). What an indexer of the model's own adds comes from `hf_native`.
 """
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,9 +16,8 @@ from torch import Tensor, nn
 
 from sparsity_lab.activations import LayerActivations, Observer
 from sparsity_lab.models import hf_native
+from sparsity_lab.models.hf_attention import intercepted, static_window
 from sparsity_lab.topology import NativeSelection
-
-_HANDLER = "_sparsity_lab_handler"
 
 
 class HFModel:
@@ -50,6 +47,7 @@ class HFModel:
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.hidden_size: int = config.hidden_size
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._attention = _attention_modules(self.model)
         if not self._attention:
@@ -77,7 +75,7 @@ class HFModel:
 
     def _window(self, layer: int, module: nn.Module) -> int | None:
         behind = self.native is not None and self.native.compressed and self.native.topology.compress_ratios[layer]
-        return None if behind else _static_window(module)
+        return None if behind else static_window(module)
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, observer: Observer, layers: Collection[int]) -> None:
@@ -104,6 +102,52 @@ class HFModel:
                 f"model={self.name}: attention layers {wanted} were to be observed once each and in order, but {seen} "
                 "came by; this family does not run them through transformers' attention interface"
             )
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Next-token logits of one document: int64 [1, t] -> float32 [t, vocabulary].
+
+        Raises:
+            ValueError: tokens that are not one unpadded document of this vocabulary.
+        """
+        self._check_tokens(tokens)
+        logits: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+        return logits[0].float()
+
+    @torch.inference_mode()
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continue one document, greedily unless `options` of transformers' `generate` say otherwise: int64 [1, t] ->
+        [1, ≤ t + max_new_tokens], the prompt with it.
+
+        Raises:
+            ValueError: tokens that are not one unpadded document of this vocabulary, or too long a text.
+        """
+        self._check_tokens(tokens)
+        length = tokens.shape[1] + max_new_tokens
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: {self.name} was made for at most {self.max_length} positions, and "
+                f"there are {tokens.shape[1]} already"
+            )
+        tokens = tokens.to(self.device)
+        mask = options.pop("attention_mask", None)
+        if mask is not None and not bool((mask != 0).all()):
+            raise ValueError("attention_mask: hides tokens; padding is not supported, give one document without it")
+        config = self.model.generation_config
+        end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        greedy["pad_token_id"] = end if config.pad_token_id is None else config.pad_token_id
+        out: Tensor = self.model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_new_tokens,
+            **{**greedy, **options},
+        )
+        return out
+
+    def attention_module(self, layer: int) -> nn.Module:
+        """The attention of a layer."""
+        return self._attention[layer]
 
     def _tap(self) -> hf_native.Tap | None:
         if self.native is None:
@@ -156,103 +200,20 @@ def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
-def _static_window(module: Any) -> int | None:
-    # Mistral-like modules keep the window in the config, the others on the module
-    holder = module if hasattr(module, "sliding_window") else module.config
-    return getattr(holder, "sliding_window", None) or None
-
-
 @contextmanager
 def _observed(modules: Mapping[int, Any], observer: Observer, tap: hf_native.Tap | None = None) -> Iterator[list[int]]:
-    """Route attention through the observing function, and put everything back, also after an error.
-
-    Gives the list of the layers that have been observed so far.
-    """
+    """Show attention to an observer; gives the list of the layers that have been observed so far."""
     seen: list[int] = []
+
+    def around(acts: LayerActivations, own: Callable[[], tuple]) -> tuple:
+        output, weights = own()
+        seen.append(acts.layer)
+        acts = dataclasses.replace(acts, output=output)
+        observer(acts if tap is None else tap.complete(acts))
+        return output, weights
+
     with ExitStack() as stack:
         if tap is not None:
             stack.enter_context(tap.listening(modules))
-        for layer, module in modules.items():
-            inputs: list[Tensor] = []
-            hook = module.register_forward_pre_hook(_keep_input(inputs), with_kwargs=True)
-            stack.callback(hook.remove)
-            setattr(module, _HANDLER, _handler(layer, _static_window(module), inputs, observer, seen, tap))
-            stack.callback(delattr, module, _HANDLER)
-        for name in {module.config._attn_implementation for module in modules.values()}:
-            stack.enter_context(_standing_for(name))
+        stack.enter_context(intercepted(modules, around))
         yield seen
-
-
-def _keep_input(inputs: list[Tensor]) -> Callable:
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
-
-    return hook
-
-
-def _handler(
-    layer: int,
-    window: int | None,
-    inputs: list[Tensor],
-    observer: Observer,
-    seen: list[int],
-    tap: hf_native.Tap | None,
-) -> Callable:
-    def handle(q: Tensor, k: Tensor, v: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
-        used = kwargs.get("sliding_window", window) or None
-        if used != window:
-            raise ValueError(f"layer {layer} attends with a sliding window of {used}, but was said to have {window}")
-        scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-        seen.append(layer)
-        acts = LayerActivations(
-            layer=layer,
-            q=q,
-            k=k,
-            v=v,
-            x=inputs.pop(),
-            output=output,
-            scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap=float(softcap) if softcap else None,
-            sink=kwargs.get("s_aux"),
-            window=used,
-        )
-        observer(acts if tap is None else tap.complete(acts))
-
-    return handle
-
-
-@contextmanager
-def _standing_for(name: str | None) -> Iterator[None]:
-    """While open, the attention implementation `name` also calls the handler of its module, where there is one."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, which every family has for itself
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple:
-        original = before or _eager_attention(module)
-        output, weights = original(module, query, key, value, *args, **kwargs)
-        handle = getattr(module, _HANDLER, None)
-        if handle is not None:
-            handle(query, key, value, output, kwargs)
-        return output, weights
-
-    ALL_ATTENTION_FUNCTIONS[name] = attention  # over what is registered for everybody
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if before is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not before:
-            ALL_ATTENTION_FUNCTIONS[name] = before
-
-
-def _eager_attention(module: nn.Module) -> Any:
-    """Every family keeps its own eager function in its modelling file; the other implementations have an entry."""
-    for cls in type(module).__mro__:
-        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
-        if function is not None:
-            return function
-
-    def missing(*args: Any, **kwargs: Any) -> tuple:
-        raise ValueError(f"{type(module).__name__} has no eager attention function; use attn_implementation=sdpa")
-
-    return missing

@@ -138,6 +138,18 @@ class RecordedModel:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             raise RecordingError(f"{found[0]}{more}; run experiments/record.py again to record it again")
 
+    @property
+    def head_dim(self) -> int:
+        """Width of the recorded heads."""
+        from safetensors import SafetensorError, safe_open
+
+        path = document_folder(self.folder, next(iter(self.manifest["documents"]))) / layer_file(self.layers[0])
+        try:
+            with safe_open(path, framework="pt") as file:
+                return int(file.get_slice("k").get_shape()[-1])
+        except (SafetensorError, OSError) as error:
+            raise RecordingError(f"{path}: damaged or not a recording's file ({error})") from error
+
     def windows(self) -> dict[int, int | None]:
         """Layer -> sliding window (None = full causal) of the recorded layers."""
         windows = self.manifest["model"]["windows"]
