@@ -6,7 +6,7 @@ Hydra instantiates launchers from its `hydra_plugins` namespace alone, hence thi
 # No `from __future__ import annotations`: Hydra runs this file before it is in sys.modules, where dataclass looks.
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,20 @@ class FusedLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # heavy imports stay out of module level: Hydra imports every plugin, also for `--help`
         from sparsity_lab import console
-        from sparsity_lab.estimate import describe
-        from sparsity_lab.job import Workspace
 
         assert self.config is not None
+        if "evaluation" in self.config:
+            from sparsity_lab.evaluation.job import EvaluationWorkspace as Workspace
+            from sparsity_lab.evaluation.job import describe
+        else:
+            from sparsity_lab.estimate import describe
+            from sparsity_lab.job import Workspace
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         configs = [self._compose(list(o), initial_job_idx + i) for i, o in enumerate(job_overrides)]
         self.workspace = workspace = self.workspace or Workspace(console.progress)
-        passes = _by_pass(configs)
+        passes = _by_pass(configs, Workspace.read)
         if passes and passes[0][0].dry_run:
             print(describe([job for jobs in passes for job in jobs]))
             return [JobReturn(status=JobStatus.COMPLETED) for _ in configs]
@@ -85,10 +89,8 @@ class FusedLauncher(Launcher):
         return done
 
 
-def _by_pass(configs: Sequence[DictConfig]) -> list[list[Any]]:
+def _by_pass(configs: Sequence[DictConfig], read: Callable[[DictConfig], Any]) -> list[list[Any]]:
     """Readable jobs grouped by their pass. The others fail by themselves when they run, each in its own log."""
-    from sparsity_lab.config import read_job
-
     groups: dict[str, list[Any]] = {}
     for config in configs:
         task = copy.deepcopy(config)
@@ -96,7 +98,7 @@ def _by_pass(configs: Sequence[DictConfig]) -> list[list[Any]]:
         with open_dict(task):
             del task["hydra"]
         try:
-            job = read_job(task)
+            job = read(task)
         except Exception:  # whatever it is, it comes up again where the job's own log and status tell it
             continue
         groups.setdefault(job.pass_key, []).append(job)
