@@ -52,7 +52,7 @@ def stdlib(tokenizer: Any, num_documents: int, length: int, seed: int = 0, **opt
     """
     cut = Cut(num_documents, length, seed, **options)
     root = Path(sysconfig.get_paths()["stdlib"])
-    named = sorted((path.relative_to(root).as_posix(), path) for path in _python_files(root))
+    named = sorted((path.relative_to(root).as_posix(), path) for path in python_files(root))
     files = [(name, path) for name, path in named if textfiles.is_text(path)]
     return _cut_items(tokenizer, *_file_items(files, "data=stdlib"), cut, "stdlib")
 
@@ -174,7 +174,7 @@ def _one(body: str) -> Iterator[str]:
     yield body
 
 
-def _python_files(root: Path) -> Iterator[Path]:
+def python_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         # config-* and _sysconfigdata* describe one machine's build, not Python
         folders[:] = [name for name in folders if name not in _NOT_SOURCE and not name.startswith("config-")]

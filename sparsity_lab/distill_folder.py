@@ -30,10 +30,11 @@ class RunFolder:
 
     Args:
         identity: the settings that decide the weights, ready for JSON; a folder never mixes runs that differ in them.
+        what: for messages, what kind of run it is.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path, self.identity = path, identity
+    def __init__(self, path: Path, identity: dict[str, Any], what: str = "a distillation") -> None:
+        self.path, self.identity, self.what = path, identity, what
 
     def finished(self) -> dict[str, Any] | None:
         """The manifest of a complete run with these settings, None when there is none yet.
@@ -48,7 +49,7 @@ class RunFolder:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             self._check_same(manifest["identity"])
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not the manifest of a distillation ({error!r})") from error
+            raise ValueError(f"{path}: not the manifest of {self.what} ({error!r})") from error
         done = status.exists() and status.read_text(encoding="utf-8").strip() == "complete"
         return manifest if done else None
 

@@ -146,10 +146,10 @@ def test_a_long_stream_gives_no_warning(caplog: pytest.LogCaptureFixture) -> Non
 def test_stdlib_is_source_without_tests() -> None:
     found = data.stdlib(TOKENIZER, 4, 128)
     assert same(found, data.stdlib(TOKENIZER, 4, 128))
-    names = [p.as_posix() for p in data._python_files(Path(documents.__file__).parent)]
+    names = [p.as_posix() for p in data.python_files(Path(documents.__file__).parent)]
     assert any(name.endswith("documents.py") for name in names)
     root = Path(data.sysconfig.get_paths()["stdlib"])
-    kept = {p.relative_to(root).as_posix() for p in data._python_files(root)}
+    kept = {p.relative_to(root).as_posix() for p in data.python_files(root)}
     assert "json/decoder.py" in kept
     assert not [name for name in kept if {"test", "tests", "site-packages", "idlelib"} & set(name.split("/"))]
 

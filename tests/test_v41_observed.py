@@ -214,7 +214,7 @@ def test_load_a_folder(tmp_path, model, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": "huge"}, "model.size='huge': must be one of tiny, mid, flash"),
+        ({"size": "huge"}, "model.size='huge': must be one of tiny, mini, mid, flash"),
         ({"size": None}, "model.size=None: must be one of"),
         ({"dtype": "float64"}, "model.dtype=float64: must be auto, float32, bfloat16 or float16"),
         ({"device": "tpu9"}, "model.device=tpu9"),

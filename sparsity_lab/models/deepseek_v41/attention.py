@@ -41,6 +41,20 @@ class Call:
     observed: frozenset[int] = frozenset()
     index: dict[int, IndexActivations] = field(default_factory=dict)  # index source -> what it scored with
 
+    def select(self, layer: Attention, x: Tensor, qr: Tensor, latent: Tensor | None, table: Tensor) -> Tensor | None:
+        """Top-k of a layer's index source, int32 [b, s, ≤ k]; None in a window-only layer."""
+        return layer.select(x, qr, latent, self, table)
+
+    def attend(
+        self, layer: Attention, q: Tensor, window: Tensor, compressed: Tensor, selected: Tensor | None
+    ) -> Tensor:
+        """What a layer's heads make of its keys, [b, s, h, d]; see the function of this name."""
+        c = layer.config
+        return attend(
+            q, window, compressed, selected, layer.attn_sink,
+            start=self.start, window_size=c.sliding_window, ratio=layer.ratio,
+        )  # fmt: skip
+
 
 class Attention(nn.Module):
     """One layer's attention, with compressor and indexer where the topology gives it that role."""
@@ -88,12 +102,10 @@ class Attention(nn.Module):
         kv = fake_quant(self._rotate(self.kv_norm(self.wkv(x)), freqs), c.window_quant)
         window = call.cache.windows.setdefault(self.layer, WindowCache(c.sliding_window)).extend(kv)
         latent = self._compress(x, call, table)
-        selected = self._select(x, qr, latent, call, table)
+        selected = call.select(self, x, qr, latent, table)
         compressed = self._compressed(call, like=kv)
         chosen = None if call.dense else selected
-        out = attend(
-            q, window, compressed, chosen, self.attn_sink, start=start, window_size=c.sliding_window, ratio=self.ratio
-        )
+        out = call.attend(self, q, window, compressed, chosen)
         if call.observer is not None and self.layer in call.observed:
             call.observer(self._activations(q, window, x, out, compressed, chosen, call))
         out = self._rotate(out, freqs, inverse=True)
@@ -122,7 +134,7 @@ class Attention(nn.Module):
             entries.append(fake_quant(self._rotate(latent, freqs), self.config.kv_quant))
         return latent
 
-    def _select(self, x: Tensor, qr: Tensor, latent: Tensor | None, call: Call, table: Tensor) -> Tensor | None:
+    def select(self, x: Tensor, qr: Tensor, latent: Tensor | None, call: Call, table: Tensor) -> Tensor | None:
         """Top-k of this layer's index source, int32 [b, s, ≤ k]; None in a window-only layer."""
         if not self.ratio:
             return None

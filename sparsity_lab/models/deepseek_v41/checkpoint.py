@@ -29,6 +29,7 @@ from sparsity_lab.models.deepseek_v41.parallel import SINGLE, Shard
 from sparsity_lab.models.deepseek_v41.storage import BLOCK, dequantise, quantise_fp4, quantise_fp8
 
 Layout = Literal["published", "unquantised"]
+SHIPPED = Path(__file__).parents[2] / "weights" / "v41_mini"
 log = logging.getLogger("sparsity_lab")
 _FOREIGN = ("vision.", "aligner.", "mtp.", "image_start", "image_end", "image_newline")
 _INDEX = "model.safetensors.index.json"
@@ -39,6 +40,19 @@ _NAMED = 12  # names an error lists of each kind
 _FP8 = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "indexer.wq_b", "engram.wkv", "engram.embed")
 
 
+def located(folder: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint; "shipped" is the one that comes with sparsity_lab.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if str(folder) != "shipped":
+        return Path(folder)
+    if not (SHIPPED / "config.json").is_file():
+        raise ValueError("model.path=shipped: this installation of sparsity_lab comes without weights/v41_mini")
+    return SHIPPED
+
+
 def read_config(folder: str | os.PathLike[str], *, engram: bool = False) -> DeepseekV41Config:
     """The configuration in a checkpoint's config.json.
 
@@ -47,7 +61,7 @@ def read_config(folder: str | os.PathLike[str], *, engram: bool = False) -> Deep
     Raises:
         ValueError: no readable config.json, or not one of a DeepSeek V4.1 model.
     """
-    path = Path(folder) / "config.json"
+    path = located(folder) / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -86,7 +100,7 @@ def load_checkpoint(
     token_map = None if config.engram is None else compressed_token_map(tokenizer, config)
     model = build(config, shard=shard, device=device, dtype=dtype, token_map=token_map)
     with ExitStack() as stack:
-        stored = _Stored(Path(folder), stack)
+        stored = _Stored(located(folder), stack)
         wanted = {stored.translate(slot.name): slot for slot in slots(model)}
         stored.check(wanted, _elsewhere(config, shard, stored), engram=config.engram is not None)
         for name, slot in wanted.items():

@@ -7,6 +7,7 @@ by the next site.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,32 @@ class Mix(NamedTuple):
     comb: Tensor  # [b, s, c, c], comb[j, k]: how much of copy j goes into copy k; doubly stochastic
 
 
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """Nearly doubly stochastic matrices [..., c, c]: rows by softmax, then columns and rows normalised in turn."""
+    comb = logits.softmax(dim=-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
+
+
 def mix(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, sinkhorn_iters: int, eps: float, norm_eps: float
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    sinkhorn_iters: int,
+    eps: float,
+    norm_eps: float,
+    sinkhorn: Callable[[Tensor, int, float], Tensor] = sinkhorn,
 ) -> Mix:
     """Coefficients from one projection of the RMS-normalised flattened streams.
 
     Args:
         streams: [b, s, c, d]; fn: [c·(2 + c), c·d]; base: [c·(2 + c)]; scale: [3].
+        sinkhorn: what computes the function of this name; training has a faster one.
     """
     copies = streams.shape[-2]
     flat = streams.flatten(-2).float()
@@ -40,16 +60,6 @@ def mix(
         post=2 * torch.sigmoid(post),
         comb=sinkhorn(comb.unflatten(-1, (copies, copies)), sinkhorn_iters, eps),
     )
-
-
-def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """Nearly doubly stochastic matrices [..., c, c]: rows by softmax, then columns and rows normalised in turn."""
-    comb = logits.softmax(dim=-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return comb
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

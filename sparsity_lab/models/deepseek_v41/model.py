@@ -18,7 +18,7 @@ from sparsity_lab.models.deepseek_v41.attention import Attention, Call
 from sparsity_lab.models.deepseek_v41.cache import Cache
 from sparsity_lab.models.deepseek_v41.config import DeepseekV41Config
 from sparsity_lab.models.deepseek_v41.engram import Engram, NgramHash
-from sparsity_lab.models.deepseek_v41.hyper import Mix, collapse, expand, mix
+from sparsity_lab.models.deepseek_v41.hyper import Mix, collapse, expand, mix, sinkhorn
 from sparsity_lab.models.deepseek_v41.moe import MoE
 from sparsity_lab.models.deepseek_v41.parallel import SINGLE, Shard
 from sparsity_lab.norm import RMSNorm
@@ -31,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, config: DeepseekV41Config, layer: int, shard: Shard) -> None:
         super().__init__()
         c = config
-        self.config = c
+        self.config, self.sinkhorn = c, sinkhorn
         rows, width = c.hc_mult * (2 + c.hc_mult), c.hc_mult * c.hidden_size
         for site in ("attn", "ffn"):
             self.register_parameter(f"hc_{site}_fn", nn.Parameter(torch.empty(rows, width, dtype=torch.float32)))
@@ -58,7 +58,10 @@ class Block(nn.Module):
     def _mix(self, site: str, streams: Tensor) -> Mix:
         fn, base, scale = (self.get_parameter(f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
         c = self.config
-        return mix(streams, fn, base, scale, sinkhorn_iters=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps)
+        return mix(
+            streams, fn, base, scale,
+            sinkhorn_iters=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, sinkhorn=self.sinkhorn,
+        )  # fmt: skip
 
 
 class Backbone(nn.Module):
@@ -128,15 +131,19 @@ class DeepseekV41Model(nn.Module):
         self._check_input(input_ids, attention_mask, cache, observer)
         start = cache.begin(input_ids.shape[0])
         end = start + input_ids.shape[1]
-        call = Call(start, cache, lambda far: self._freqs(far, end), dense, observer, frozenset(layers))
-        rows = self._ngrams(input_ids, cache)
+        call = Call(start, cache, lambda far: self.freqs(far, end), dense, observer, frozenset(layers))
+        hidden = self.run(input_ids, call, self._ngrams(input_ids, cache))
+        cache.end(input_ids.shape[1])
+        return hidden
+
+    def run(self, input_ids: Tensor, call: Call, rows: Tensor | None = None) -> Tensor:
+        """All layers, [b, s] -> [b, s, d]; nothing is checked, and no device is waited for. rows: of engram tables."""
         copies = self.config.hc_mult
         streams = self.model.embed(input_ids).unsqueeze(2).expand(-1, -1, copies, -1)
         pre = streams.new_zeros(*streams.shape[:3], dtype=torch.float32)
         pre[..., 0] = 1
         for block in self.model.layers:
             streams, pre = block(streams, pre, call, rows)
-        cache.end(input_ids.shape[1])
         return self.model.norm(collapse(streams, pre))
 
     def _ngrams(self, input_ids: Tensor, cache: Cache) -> Tensor | None:
@@ -146,7 +153,7 @@ class DeepseekV41Model(nn.Module):
         assert self.hash is not None, "a model with engram tables comes from layout.build"
         return self.hash(input_ids, cache)
 
-    def _freqs(self, compressed: bool, length: int) -> Tensor:
+    def freqs(self, compressed: bool, length: int) -> Tensor:
         """Rotary table of at least `length` positions, complex64 on the model's device; grown by doubling."""
         table = self._tables.get(compressed)
         device = self.lm_head.weight.device

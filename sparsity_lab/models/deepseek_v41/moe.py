@@ -75,11 +75,14 @@ class Experts(nn.Module):
         self.count = shard.part(config.n_routed_experts, "n_routed_experts")
         self.first = shard.rank * self.count
         self.limit = config.swiglu_limit
+        self.every = False  # compute all experts for all tokens: more work, but no sorting; for training small ones
         self.w13 = nn.Parameter(torch.empty(self.count, 2 * config.moe_intermediate_size, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(self.count, config.hidden_size, config.moe_intermediate_size))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, d], weights and chosen [T, k] -> [T, d], what the experts of this rank contribute, in x's dtype."""
+        if self.every:
+            return self._all(x, weights, chosen)
         tokens, k = chosen.shape
         here = (chosen >= self.first) & (chosen < self.first + self.count)
         places = here.flatten().nonzero().squeeze(-1)  # of the [T, k] choices, those of this rank's experts
@@ -92,6 +95,13 @@ class Experts(nn.Module):
         # one slot a choice and a sum over slots: unlike an atomic add, the same bits in every run
         slots = out.new_zeros(tokens * k, out.shape[-1]).index_put((places,), out)
         return slots.view(tokens, k, -1).sum(1).to(x.dtype)
+
+    def _all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The same with every expert as a part of one wide MLP, where those not chosen weigh nothing."""
+        each = x.new_zeros(len(x), self.count, dtype=weights.dtype).scatter(1, chosen, weights)
+        hidden = swiglu(F.linear(x, self.w13.flatten(0, 1)).unflatten(-1, (self.count, -1)), self.limit)
+        hidden = (hidden * each.unsqueeze(-1)).to(x.dtype)
+        return F.linear(hidden.flatten(1), self.w2.transpose(0, 1).flatten(1))
 
 
 class MoE(nn.Module):

@@ -22,7 +22,7 @@ from sparsity_lab.activations import LayerActivations, Observer
 from sparsity_lab.models.deepseek_v41.config import SIZES, DeepseekV41Config
 from sparsity_lab.models.deepseek_v41.init import INIT_VERSION, random_model
 from sparsity_lab.models.deepseek_v41.model import DeepseekV41Model
-from sparsity_lab.models.deepseek_v41.parallel import launched
+from sparsity_lab.models.deepseek_v41.parallel import launched, own_device
 from sparsity_lab.models.loading import fingerprint, resolve_device, resolve_dtype
 from sparsity_lab.quant import QuantFormat
 from sparsity_lab.topology import NativeSelection
@@ -148,7 +148,8 @@ def load(
 
     Args:
         size: a key of `SIZES`; not used with `path`.
-        path: folder of a checkpoint, published or unquantised (see `checkpoint.py`), with its tokenizer if it has one.
+        path: folder of a checkpoint, published or unquantised (see `checkpoint.py`), with its tokenizer if it has one;
+            "shipped" = the small trained model that comes with sparsity_lab.
         seed: of random weights.
         dtype: auto (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
         device: auto (cuda if there), or any torch device.
@@ -160,11 +161,7 @@ def load(
         ValueError: an option out of range, or a checkpoint that does not fit.
     """
     shard = launched()
-    where = resolve_device(
-        f"cuda:{torch.cuda.current_device()}"
-        if shard.world > 1 and device == "auto" and torch.cuda.is_available()
-        else device
-    )
+    where = resolve_device(own_device(shard, device))
     found = resolve_dtype(dtype, where)
     kind = torch.bfloat16 if found == "auto" else found
     given = {"window_quant": window_quant, "kv_quant": kv_quant, "index_quant": index_quant}
@@ -175,8 +172,9 @@ def load(
         identity = _digest(config.describe(), INIT_VERSION, seed, str(kind))
         tokenizer = _byte_tokenizer()
     else:
-        from sparsity_lab.models.deepseek_v41.checkpoint import load_checkpoint, read_config
+        from sparsity_lab.models.deepseek_v41.checkpoint import load_checkpoint, located, read_config
 
+        path = str(located(path))
         config = dataclasses.replace(read_config(path, engram=engram), **formats)
         tokenizer = _tokenizer(path)
         model = load_checkpoint(path, config, shard=shard, device=where, dtype=kind, tokenizer=tokenizer)
@@ -208,8 +206,12 @@ def _byte_tokenizer() -> Any:
 
 def _tokenizer(path: str) -> Any:
     """The checkpoint's tokenizer, None where it brings none."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not (Path(path) / "tokenizer_config.json").is_file():
+    about = Path(path) / "tokenizer_config.json"
+    if not about.is_file():
         return None
+    kind = json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class")
+    if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # as trained here; asks for no model of that name
+        return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path)

@@ -6,8 +6,10 @@ coefficients, the router and the head are whole everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,15 @@ class Shard:
         dist.all_gather(parts, x.contiguous(), _everyone())
         return torch.cat(parts, dim)
 
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """What the first process does in here, the others do after it."""
+        if self.rank:
+            dist.barrier()
+        yield
+        if self.world > 1 and not self.rank:
+            dist.barrier()
+
 
 SINGLE = Shard()
 
@@ -71,3 +82,10 @@ def launched() -> Shard:
         # the others wait while the first process measures between two forwards
         dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(hours=6))
     return Shard(dist.get_rank(), dist.get_world_size())
+
+
+def own_device(shard: Shard, device: str) -> str:
+    """The name of the device a process uses: with several processes, auto means a GPU each."""
+    if shard.world > 1 and device == "auto" and torch.cuda.is_available():
+        return f"cuda:{torch.cuda.current_device()}"
+    return device

@@ -1,0 +1,59 @@
+"""Train a DeepSeek V4.1 model from random weights on the text of this machine.
+
+python experiments/pretrain.py experiment=pretrain/smoke
+python experiments/pretrain.py experiment=pretrain/v41_mini recipe.seconds=520
+torchrun --nproc-per-node 4 experiments/pretrain.py experiment=pretrain/v41_mini
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from sparsity_lab import config, console, schemas
+from sparsity_lab.models.deepseek_v41.parallel import launched, own_device
+from sparsity_lab.models.loading import resolve_device
+from sparsity_lab.pretrain import Pretrainer
+from sparsity_lab.pretrain_data import Batches
+from sparsity_lab.pretrain_model import model_config
+from sparsity_lab.pretrain_prepare import TextSettings, prepare
+from sparsity_lab.pretrain_recipe import PretrainRecipe, compute_dtype
+from sparsity_lab.pretrain_run import PretrainRun, PretrainSchedule
+
+began = time.perf_counter()
+schemas.register()
+log = logging.getLogger("sparsity_lab")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="pretrain")
+def main(cfg: DictConfig) -> float:
+    settings = config.resolve(cfg)
+    shard, model = launched(), model_config(settings["model"], settings["shape"])
+    device = resolve_device(own_device(shard, settings["model"]["device"]))
+    recipe = PretrainRecipe(**settings["recipe"], dtype=compute_dtype(settings["model"]["dtype"], device))
+    folder = Path(settings["results_dir"]) / settings["experiment_name"] / settings["name"]
+    data = dict(settings["data"])
+    shares = data.pop("shares")
+    with shard.first():
+        prepared = prepare(folder / "data", TextSettings(**data), vocab_size=model.vocab_size, length=recipe.length)
+    batches = Batches(
+        prepared.streams, shares, recipe.sequences, recipe.length, model.vocab_size,
+        seed=recipe.seed, rank=shard.rank, world=shard.world,
+    )  # fmt: skip
+    trainer = Pretrainer(model, recipe, device, shard)
+    with console.progress(f"pretraining {settings['name']}") as progress:
+        run = PretrainRun(
+            trainer, batches, prepared, folder, PretrainSchedule(**settings["schedule"]),
+            settings=settings, progress=progress, began=began,
+        )  # fmt: skip
+        bits = run.run(settings["preflight"])
+    log.info("results: %s", folder)
+    return bits
+
+
+if __name__ == "__main__":
+    main()

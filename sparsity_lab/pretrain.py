@@ -1,0 +1,225 @@
+"""Pretraining DeepSeek V4.1 models of any size: one step of training, the held-out figures, and all of the state.
+
+Weights are kept in float32; each forward uses copies in the recipe's dtype, as the model stores them when it is served
+(mixing coefficients, sinks and router biases stay float32). Experts are balanced without an auxiliary loss, by moving
+the router's biases against the load.
+
+Shapes: b sequences, t tokens.
+Source: DeepSeek-V3 (arXiv 2412.19437) for the balancing; `pretrain_attention` for the indexers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsity_lab import pretrain_optim
+from sparsity_lab.models.deepseek_v41 import DeepseekV41Config, DeepseekV41Model
+from sparsity_lab.models.deepseek_v41.model import Block
+from sparsity_lab.models.deepseek_v41.parallel import Shard
+from sparsity_lab.pretrain_attention import Stage, TrainingCall
+from sparsity_lab.pretrain_data import IGNORE, Batches
+from sparsity_lab.pretrain_model import first_model
+from sparsity_lab.pretrain_recipe import PretrainRecipe
+
+
+class Forward(nn.Module):
+    """Inputs and targets in, losses out; what torchrun's processes wrap to average their gradients."""
+
+    def __init__(self, model: DeepseekV41Model, recipe: PretrainRecipe) -> None:
+        super().__init__()
+        self.inner = _Inner(model, recipe)
+        kind = getattr(torch, recipe.dtype)
+        kept = ("_fn", "_base", "_scale", "attn_sink", "gate.bias", "gate.bias_vl")
+        self.cast = {
+            name: kind for name, p in self.inner.named_parameters() if not name.endswith(kept) and p.dtype != kind
+        }
+
+    def forward(self, inputs: Tensor, targets: Tensor, stage: Stage, phase: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss to minimise, and its parts: of the language [], of each index source [sources]."""
+        nll, call = self.detailed(inputs, targets, stage, phase)
+        language = nll.sum() / (targets != IGNORE).sum().clamp_min(1)
+        index = torch.stack(list(call.index_losses().values()) or [language.new_zeros(())])
+        return language + index.sum(), language.detach(), index.detach()
+
+    def detailed(self, inputs: Tensor, targets: Tensor, stage: Stage, phase: int = 0) -> tuple[Tensor, TrainingCall]:
+        """Negative log-likelihood of each token, float32 [b, t] (0 where ignored), and what the layers left behind."""
+        cast = {name: self.inner.get_parameter(name).to(kind) for name, kind in self.cast.items()}
+        found: tuple[Tensor, TrainingCall] = torch.func.functional_call(
+            self.inner, cast, (inputs, targets, stage, phase)
+        )
+        return found
+
+
+class _Inner(nn.Module):
+    def __init__(self, model: DeepseekV41Model, recipe: PretrainRecipe) -> None:
+        super().__init__()
+        self.model, self.recipe = model, recipe
+
+    def forward(self, inputs: Tensor, targets: Tensor, stage: Stage, phase: int) -> tuple[Tensor, TrainingCall]:
+        recipe, model = self.recipe, self.model
+        call = TrainingCall.over(
+            model, inputs.shape[1], stage=stage, tile=recipe.tile, stride=recipe.stride, phase=phase
+        )
+        logits = F.linear(model.run(inputs, call), model.lm_head.weight).float()
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        return nll.view_as(targets), call
+
+
+class Pretrainer:
+    """A model in training: weights, optimisers, and what one step does.
+
+    Args:
+        shard: this process's place among those of torchrun; each has a whole model and a part of every batch.
+    Raises:
+        ValueError: a model that this code does not train, or a recipe that does not fit it.
+    """
+
+    def __init__(
+        self, config: DeepseekV41Config, recipe: PretrainRecipe, device: torch.device, shard: Shard | None = None
+    ) -> None:
+        if config.engram is not None:
+            raise ValueError("model.engram: a model with n-gram tables cannot be trained here")
+        if recipe.length > config.max_position_embeddings:
+            raise ValueError(
+                f"recipe.length={recipe.length}: the model takes at most {config.max_position_embeddings} tokens"
+            )
+        self.config, self.recipe, self.device, self.shard = config, recipe, device, shard or Shard()
+        self.notes: list[str] = []  # what was chosen because something did not work here
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning."""
+        recipe = self.recipe
+        self.model = first_model(self.config, recipe.seed, self.device)
+        blocks = cast(list[Block], list(self.model.model.layers))
+        for block in blocks:
+            block.ffn.experts.every = recipe.every_expert
+            if sinkhorn := self._sinkhorn():
+                block.sinkhorn = sinkhorn
+        self.forward = Forward(self.model, recipe)
+        self.step_forward: Any = self.forward
+        if self.shard.world > 1:
+            local = [self.device.index] if self.device.type == "cuda" else None
+            self.step_forward = nn.parallel.DistributedDataParallel(self.forward, device_ids=local)
+        self.optimisers = pretrain_optim.make(
+            self.model, optimiser=recipe.optimiser, lr=recipe.lr, index_lr=recipe.index_lr,
+            embed_lr=recipe.embed_lr, mixing_lr=recipe.mixing_lr, weight_decay=recipe.weight_decay,
+        )  # fmt: skip
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.clipped = [
+            [p for name, p in parameters.items() if pretrain_optim.is_indexer(name) == index] for index in (False, True)
+        ]
+        gates = [block.ffn.gate for block in blocks]
+        self.biases = [gate.bias for gate in gates]
+        self.loads = torch.zeros(len(gates), self.config.n_routed_experts, device=self.device)
+        for layer, gate in enumerate(gates):
+            gate.register_forward_hook(partial(self._count, layer))
+
+    def _sinkhorn(self) -> Any:
+        """The fused kernel where it runs and agrees with the plain function, else None."""
+        from sparsity_lab import kernels
+        from sparsity_lab.models.deepseek_v41.hyper import sinkhorn as plain
+
+        if not (self.recipe.fused_sinkhorn and kernels.usable(torch.empty(0, device=self.device))):
+            return None
+        if not hasattr(self, "_fused"):
+            from sparsity_lab.kernels.sinkhorn import sinkhorn
+
+            c = self.config
+            self._fused: Any = None
+            try:
+                made = torch.randn(64, c.hc_mult, c.hc_mult, device=self.device)
+                results = []
+                for function in (plain, sinkhorn):
+                    x = made.clone().requires_grad_()
+                    out = function(x, c.hc_sinkhorn_iters, c.hc_eps)
+                    out.square().sum().backward()
+                    results += [out.detach(), x.grad]
+                torch.testing.assert_close(results[:2], results[2:], rtol=1e-4, atol=1e-5)
+                self._fused = sinkhorn
+            except Exception as error:  # whatever a compiler says: the plain function does the same
+                self.notes.append(f"fused Sinkhorn is not used: {str(error).splitlines()[0]}")
+        return self._fused
+
+    def _count(self, layer: int, gate: nn.Module, args: Any, found: tuple[Tensor, Tensor]) -> None:
+        experts = torch.arange(self.config.n_routed_experts, device=self.device)
+        self.loads[layer] += (found[1].unsqueeze(-1) == experts).sum((0, 1))
+
+    def step(self, batches: Batches, step: int, steps: int) -> dict[str, Tensor]:
+        """One optimiser step; losses of it as tensors on the device (nothing waits for them): language [], index
+        [sources], imbalance [] (the fullest expert's load relative to the mean, mean over layers), norm []."""
+        recipe = self.recipe
+        inputs, targets = (x.to(self.device, non_blocking=True) for x in batches.at(step))
+        self.loads.zero_()
+        self.model.train()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = group["peak"] * recipe.rate(step, steps)
+            optimiser.zero_grad(set_to_none=True)
+        loss, language, index = self.step_forward(inputs, targets, recipe.stage(step, steps), recipe.phase(step))
+        loss.backward()
+        norms = [nn.utils.clip_grad_norm_(part, recipe.clip) for part in self.clipped if part]
+        for optimiser in self.optimisers:
+            optimiser.step()
+        if self.shard.world > 1:
+            for shared in (self.loads, language, index):
+                dist.all_reduce(shared)
+            language, index = language / self.shard.world, index / self.shard.world
+        self._balance()
+        imbalance = (self.loads.amax(-1) / self.loads.mean(-1)).mean()
+        return {"language": language, "index": index, "imbalance": imbalance, "norm": norms[0].detach()}
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        """Raise the bias of experts below the mean load, lower those above it."""
+        towards = torch.sign(self.loads.mean(-1, keepdim=True) - self.loads) * self.recipe.balance
+        for bias, move in zip(self.biases, towards, strict=True):
+            bias.add_(move)
+
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Tensor, targets: Tensor, sizes: Tensor, stages: tuple[Stage, ...], batch: int
+    ) -> dict[str, float]:
+        """Of held-out sequences [n, t]: `loss_<stage>` (nats a token), `bits_<stage>` (bits a byte) and, where the
+        dense stage is among them, `coverage_<layer>` (relative, at the trained k).
+
+        Args:
+            sizes: bytes a token, [vocab]; batch: sequences at a time.
+        """
+        self.model.eval()
+        found: dict[str, list[float]] = {}
+        size = float(sizes[targets].sum())
+        for stage in stages:
+            nll, coverage = 0.0, dict[int, list[float]]()
+            for some, wanted in zip(inputs.split(batch), targets.split(batch), strict=True):
+                losses, call = self.forward.detailed(some.to(self.device), wanted.to(self.device), stage)
+                nll += float(losses.double().sum())
+                if stage == "dense":
+                    for layer, share in call.relative_coverage(self.config.index_topk).items():
+                        coverage.setdefault(layer, []).append(float(share))
+            found[f"loss_{stage}"] = [nll / targets.numel()]
+            found[f"bits_{stage}"] = [nll / math.log(2) / size]
+            found |= {f"coverage_{layer}": shares for layer, shares in coverage.items()}
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Everything a later `load_state` needs to go on as if nothing had happened."""
+        return {
+            "weights": self.model.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.model.load_state_dict(state["weights"])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)

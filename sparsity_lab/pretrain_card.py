@@ -1,0 +1,154 @@
+"""What a trained V4.1 model can do, for its card: held-out loss sparse against dense, coverage of its own indexers,
+repeated random spans, and identifiers copied over more than a thousand tokens, all through the model as it is served.
+
+Shapes: n sequences, t tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsity_lab.cells import expand
+from sparsity_lab.documents import Document, Documents, encode
+from sparsity_lab.measurement import measure
+from sparsity_lab.models.deepseek_v41 import DeepseekV41
+from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
+from sparsity_lab.native import Native, native_cells
+from sparsity_lab.pretrain_data import token_bytes
+
+Advance = Callable[[int, int], None]
+MODES = {"sparse": False, "dense": True}
+_LETTERS = ("b", "d", "f", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"), ("a", "e", "i", "o", "u")
+
+
+def read_held_out(path: str, sequences: int) -> dict[str, np.ndarray]:
+    """Kind -> the first `sequences` of a training's held_out.npz, [n, t + 1]; "shipped" = of the shipped model.
+
+    Raises:
+        ValueError: no such file.
+    """
+    file = SHIPPED / "held_out.npz" if path == "shipped" else Path(path)
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            return {kind: held[kind][:sequences] for kind in held.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"held_out={path}: cannot be read ({error})") from error
+
+
+@torch.inference_mode()
+def losses(model: DeepseekV41, tokens: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
+    """Of one sequence int64 [t]: negative log-likelihood of each token but the first in nats, and whether it was the
+    likeliest, both [t - 1] on the CPU. dense: attend to everything visible instead of what the indexers select."""
+    hidden = model.model.hidden(tokens[None, :-1].to(model.device), dense=dense)[0]
+    logits = F.linear(hidden.float(), model.model.lm_head.weight.float())
+    wanted = tokens[1:].to(model.device)
+    return F.cross_entropy(logits, wanted, reduction="none").cpu(), (logits.argmax(-1) == wanted).cpu()
+
+
+def held_out(model: DeepseekV41, sequences: Mapping[str, np.ndarray], advance: Advance) -> dict[str, Any]:
+    """Kind -> bits a byte and nats a token, sparse and dense; `sparse_over_dense`: ratio of losses, all kinds."""
+    sizes, found, sums = torch.from_numpy(token_bytes(model.tokenizer)), {}, dict.fromkeys(MODES, 0.0)
+    total, done = sum(len(rows) for rows in sequences.values()), 0
+    for kind, rows in sequences.items():
+        nll, size = dict.fromkeys(MODES, 0.0), 0
+        for row in torch.from_numpy(rows.astype(np.int64)):
+            size += int(sizes[row[1:]].sum())
+            for mode, dense in MODES.items():
+                nll[mode] += float(losses(model, row, dense=dense)[0].double().sum())
+            done += 1
+            advance(done, total)
+        tokens = rows.shape[0] * (rows.shape[1] - 1)
+        found[kind] = {"sequences": len(rows), "bytes": size} | {
+            f"{unit}_{mode}": nll[mode] / scale
+            for mode in MODES
+            for unit, scale in (("bits_per_byte", math.log(2) * size), ("nats_per_token", tokens))
+        }
+        sums = {mode: sums[mode] + nll[mode] for mode in MODES}
+    return {**found, "sparse_over_dense": sums["sparse"] / sums["dense"]}
+
+
+def coverage(model: DeepseekV41, sequences: np.ndarray, *, rows: int | None, advance: Advance) -> dict[str, Any]:
+    """Layer -> relative coverage of the model's own selection at its own k (within the pool, where it has one)."""
+    native = model.native
+    assert native is not None
+    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64))
+    documents = Documents(
+        tuple(Document(i, row, f"held out {i}") for i, row in enumerate(inputs)), {"name": "held_out"}
+    )
+    fields = {"topk": native.topk, "window": native.window, "share": "layer", "exclude_window": False, "sinks": 0}
+    cells, failed = expand("native", **fields, compress_ratio=1, zipped=native_cells(native))
+    if failed:
+        raise ValueError(failed[0]["reason"])
+    results = measure(
+        model, documents, cells, scorers={"native": Native(model)}, rows=rows, envelope=False, detail_rows=0,
+        progress=advance,
+    )  # fmt: skip
+    frame = results.frame(resamples=1)
+    source = native.topology.candidate_source_layer
+    found: dict[str, float] = {}
+    for layer in sorted(frame["layer"].unique()):
+        part = frame[frame["layer"] == layer]
+        pooled = part["candidate_source_layer"].notna()
+        inside = part[pooled] if source is not None and pooled.any() and int(layer) > source else part[~pooled]
+        found[str(layer)] = float((inside if len(inside) else part)["relative_coverage"].mean())
+    return {"layers": found, "mean": float(np.mean(list(found.values()))), "worst": min(found.values())}
+
+
+def induction(model: DeepseekV41, *, distance: int, sequences: int, seed: int, advance: Advance) -> dict[str, Any]:
+    """Random tokens that come again after `distance`: loss and accuracy at their first and second coming, sparse."""
+    generator, vocab = np.random.default_rng([seed, distance]), model.model.config.vocab_size
+    nll, right = [], []
+    for number in range(sequences):
+        half = generator.integers(1, vocab, size=distance)
+        loss, hit = losses(model, torch.from_numpy(np.concatenate([half, half])), dense=False)
+        nll.append(loss)
+        right.append(hit.float())
+        advance(number + 1, sequences)
+    at = distance + 8  # a few tokens to see that it is a repetition
+    first, second = slice(0, distance - 1), slice(at, None)
+    loss, hits = torch.stack(nll), torch.stack(right)
+    return {
+        "distance": distance,
+        "chance": 1 / vocab,
+        "nats_first": float(loss[:, first].mean()),
+        "nats_second": float(loss[:, second].mean()),
+        "accuracy_first": float(hits[:, first].mean()),
+        "accuracy_second": float(hits[:, second].mean()),
+    }
+
+
+def copying(
+    model: DeepseekV41, background: np.ndarray, *, distance: int, count: int, seed: int, advance: Advance
+) -> dict[str, Any]:
+    """Made-up identifiers that are assigned in code and named again more than `distance` tokens later: share of their
+    tokens, after the first, that are predicted, sparse; and the same where another identifier was assigned."""
+    generator = np.random.default_rng([seed, distance])
+    scores: dict[str, list[float]] = {"copied": [], "control": []}
+    for number in range(count):
+        name, other = _identifier(generator), _identifier(generator)
+        row = background[number % len(background)]
+        shift = int(generator.integers(0, max(1, len(row) - distance - 200)))
+        between = row[shift + 64 : shift + 64 + distance].astype(np.int64)
+        again = encode(model.tokenizer, f"\n    return {name}")
+        known = len(encode(model.tokenizer, "\n    return")) + 1  # the first token of the name is given
+        for label, assigned in (("copied", name), ("control", other)):
+            start = encode(model.tokenizer, f"\n    {assigned} = compute(values)\n    print( {assigned})\n")
+            tokens = np.concatenate([row[shift : shift + 64].astype(np.int64), start, between, again])
+            hit = losses(model, torch.from_numpy(tokens), dense=False)[1][-(len(again) - known) :]
+            scores[label].append(float(hit.float().mean()))
+        advance(number + 1, count)
+    return {"distance": distance, "identifiers": count} | {name: float(np.mean(v)) for name, v in scores.items()}
+
+
+def _identifier(generator: np.random.Generator) -> str:
+    """Six syllables, such as no corpus has: never a token or two."""
+    parts = ["".join(str(generator.choice(letters)) for letters in _LETTERS) for _ in range(6)]
+    return "".join(parts[:3]) + "_" + "".join(parts[3:])
