@@ -1,22 +1,24 @@
 # Every target sets itself up: the first run makes .venv and installs the project into it.
 #
 #   make recall      measure the default model and draw its curves
+#   make report      a sweep of the default model and one page about it
 #   make test        the test suite
 #
 # Variables: PYTHON (3.11 or newer), JOBS (test workers), TESTS (what to test), ARGS (Hydra overrides of `recall`),
-# RESULTS (the folder that `figures` draws).
+# RESULTS (the folder that `figures` draws), REPORT (the folder that `report` fills and tells about).
 
 PYTHON ?= python3
 JOBS ?= logical
 TESTS ?= tests
 ARGS ?=
 RESULTS ?= results/recall/smollm2-pydoc-2048
+REPORT ?= results/report/smollm2-pydoc-2048
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help recall figures test lint clean
+.PHONY: help recall figures report test lint clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +42,12 @@ recall: $(STAMP) ## measure recall and coverage of the default model, then draw 
 figures: $(STAMP) ## draw the figures of RESULTS into its folder figures/
 	$(BIN)/python analysis/plot_recall.py $(RESULTS)
 	$(BIN)/python analysis/plot_coverage.py $(RESULTS)
+
+report: $(STAMP) ## measure a sweep of the default model, draw its figures, write REPORT/report.html
+	$(BIN)/python experiments/recall.py experiment=report $(ARGS)
+	$(MAKE) figures RESULTS=$(REPORT)
+	$(BIN)/python analysis/plot_cost.py $(REPORT)
+	$(BIN)/python analysis/report.py $(REPORT) -o $(REPORT)/report.html
 
 # One thread a worker: the workers share the cores, and more threads than cores only slow each other down.
 test: $(STAMP) ## run the tests

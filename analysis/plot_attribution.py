@@ -9,19 +9,14 @@ import argparse
 import sys
 
 import _ablation
-import pandas as pd
 
+from sparsity_lab import plot
 from sparsity_lab.ablation_run import AblationResults
-from sparsity_lab.ablation_table import choose
-from sparsity_lab.attribution import waterfall
-from sparsity_lab.plot_attribution import draw_attribution
 
 
 def draw(results: AblationResults, options: argparse.Namespace) -> _ablation.Drawn:
     k = options.topk or results.ablation.topk[-1]
-    overall = waterfall(results.attribution, overall=True).assign(layer="mean")
-    table = choose(pd.concat([waterfall(results.attribution), overall], ignore_index=True), topk=k)
-    return [(f"attribution-k{k}", draw_attribution(results, topk=k), table)]
+    return [(f"attribution-k{k}", plot.attribution(results, topk=k))]
 
 
 if __name__ == "__main__":

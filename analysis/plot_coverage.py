@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from _common import main
+from _curves import main
 
 METRICS = [
     "coverage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from _common import main
+from _curves import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, ["recall", "pool_recall", "in_pool_recall", "top1_hit"]))

@@ -10,15 +10,14 @@ import sys
 
 import _ablation
 
+from sparsity_lab import plot
 from sparsity_lab.ablation_run import AblationResults
-from sparsity_lab.ablation_table import choose, reuse_means
-from sparsity_lab.plot_reuse import LABELS, draw_reuse
+from sparsity_lab.figures.reuse import LABELS
 
 
 def draw(results: AblationResults, options: argparse.Namespace) -> _ablation.Drawn:
-    table = choose(reuse_means(results), topk=options.topk)
     stem = f"reuse-{options.metric}" + (f"-k{options.topk}" if options.topk else "")
-    return [(stem, draw_reuse(results, options.metric, topk=options.topk), table)]
+    return [(stem, plot.reuse(results, options.metric, topk=options.topk))]
 
 
 def main() -> int:

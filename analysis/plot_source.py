@@ -11,37 +11,27 @@ import sys
 
 import _ablation
 
+from sparsity_lab import plot
 from sparsity_lab.ablation_run import AblationResults
-from sparsity_lab.ablation_table import (
-    choose,
-    compared_sources,
-    layers_of,
-    over_consumers,
-    ranking,
-    smallest_pools,
-    source_means,
-)
-from sparsity_lab.plot_source import LABELS, draw_pool_sizes, draw_ranking, draw_sources
+from sparsity_lab.ablation_table import compared_sources, layers_of, smallest_pools
+from sparsity_lab.figures.source import LABELS, chosen
 
 
 def draw(results: AblationResults, options: argparse.Namespace) -> _ablation.Drawn:
-    a, common = results.ablation, not options.own_consumers
-    k = options.topk or a.topk[-1]
-    size = options.block_size or a.block_sizes[len(a.block_sizes) // 2]
-    pool = options.pool or a.pool_positions[len(a.pool_positions) // 2]
-    sources = compared_sources(layers_of(results), options.sources)
-    cell = {"topk": k, "block_size": size, "pool_positions": pool}
-    maps = choose(source_means(results), topk=k, block_size=size)
+    common, sources = not options.own_consumers, options.sources
+    cell = chosen(results, options.topk, options.block_size, options.pool)
+    k, size, pool = cell["topk"], cell["block_size"], cell["pool_positions"]
+    kept = smallest_pools(results, compared_sources(layers_of(results), sources), keep=options.keep, common=common)
     end = "" if common else "-own-consumers"
     return [
-        (f"source-{options.metric}-k{k}-block{size}", draw_sources(results, options.metric, topk=k, block_size=size),
-         maps),
-        (f"source-pool-size-k{k}{end}", draw_pool_sizes(results, sources, topk=k, common=common),
-         choose(over_consumers(results, sources, common=common), topk=k)),
-        (f"source-ranking-k{k}-pool{pool}-block{size}{end}", draw_ranking(results, sources, common=common, **cell),
-         ranking(results, sources, common=common, **cell)),
-        (f"source-smallest-pool{end}", None, smallest_pools(results, sources, keep=options.keep, common=common)),
-    ]  # fmt: skip
+        (f"source-{options.metric}-k{k}-block{size}", plot.sources(results, options.metric, topk=k, block_size=size)),
+        (f"source-pool-size-k{k}{end}", plot.pool_sizes(results, sources, topk=k, common=common)),
+        (
+            f"source-ranking-k{k}-pool{pool}-block{size}{end}",
+            plot.source_ranking(results, sources, common=common, **cell),
+        ),
+        (f"source-smallest-pool{end}", kept),
+    ]
 
 
 def main() -> int:

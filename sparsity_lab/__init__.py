@@ -6,6 +6,7 @@ docs = sl.data.pydoc(model.tokenizer, num_documents=2, length=2048)
 results = sl.measure(model, docs, sl.grid("quest", topk=[16, 64, 256], compress_ratio=[1, 4]))
 results.frame()
 sl.plot.coverage(results)
+sl.load("results/recall/smollm2-pydoc-2048")   # any results folder
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NAMES = {
     "load_model": "sparsity_lab.models",
     "grid": "sparsity_lab.cells",
     "measure": "sparsity_lab.measurement",
-    "load": "sparsity_lab.results",
+    "load": "sparsity_lab.folders",
     "collect": "sparsity_lab.results",
 }
 _MODULES = ("cost", "data", "plot")

@@ -93,7 +93,7 @@ def describe(jobs: Sequence[Job]) -> str:
         text, cost = _pass(group)
         lines.append(text)
         seconds += cost or 0.0
-    known = f", about {_minutes(seconds)} in all" if seconds else ""
+    known = f", about {minutes(seconds)} in all" if seconds else ""
     return "\n".join([*lines, f"{len(jobs)} jobs, {len(passes)} passes{known} (nothing was measured: dry_run=true)"])
 
 
@@ -121,8 +121,8 @@ def _pass(jobs: Sequence[Job]) -> tuple[str, float | None]:
         0.5 * flops_per_second(first.model["device"])
     )  # whole models reach about half of a plain product
     memory = size.weights_bytes + 4 * tile * length * (size.heads + PARTS) + 16 * length * size.heads * size.head_dim
-    return f"{head}; about {_minutes(seconds)}, {memory / MIB:,.0f} MiB beside the libraries", seconds
+    return f"{head}; about {minutes(seconds)}, {memory / MIB:,.0f} MiB beside the libraries", seconds
 
 
-def _minutes(seconds: float) -> str:
+def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -15,16 +15,18 @@ from sparsity_lab import __version__
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.cells import Cell, cell_id, check_cell, index_sources, with_envelope
 from sparsity_lab.checks import CheckError
-from sparsity_lab.dense import default_tile, reconstruction_error, row_tiles
+from sparsity_lab.dense import default_tile, kernel_error, reconstruction_error, row_tiles, with_less_memory
 from sparsity_lab.documents import Document, Documents
 from sparsity_lab.passes import DocumentPass, Tally
 from sparsity_lab.results import Results, Store, merge, tally_frame
 from sparsity_lab.scorers import BASELINES, Scorer
+from sparsity_lab.shape import described_model, described_scorers
 
 # Part of every cell id: raise it whenever the same cell would get other numbers, so old results are never mistaken.
 NUMBERS_VERSION = 1
 ENVELOPE = ("oracle", "recency", "random")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+KERNEL_TOLERANCE = 1e-4  # of a mass, which is at most 1
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
 
@@ -183,6 +185,11 @@ def check_dense(tile: Any, dtype: torch.dtype) -> None:
             f"by {error:.2e} (allowed {limit:.0e}): its mask or scaling is none that sparsity_lab knows, so nothing "
             "measured there would be right"
         )
+    if tile.has_kernels and not (error := kernel_error(tile)) <= KERNEL_TOLERANCE:
+        raise CheckError(
+            f"layer {tile.acts.layer}: the kernel's dense mass differs from plain PyTorch's by {error:.2e} (allowed "
+            f"{KERNEL_TOLERANCE:.0e}): set SPARSITY_LAB_KERNELS=0 to do without kernels"
+        )
 
 
 def measure(
@@ -236,11 +243,12 @@ def measure(
         say(f"layers {plan.skipped_layers} do not apply: their sliding window is shorter than {length} tokens{why}")
     if row_tile is not None and row_tile < 1:
         raise ValueError(f"measure.row_tile={row_tile}: must be at least 1, or null for as many as fit")
-    tile = row_tile or default_tile(model.num_heads, length + most_positions(model, length))
+    tile = row_tile or rows_at_once(model, length)
     run = _Run(model, plan, tile, checks, progress, say)
     if store is None:
         tallies = merge([run.document(d, list(plan.cells)) for d in run.counted(documents)])
-        return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__})
+        told = {"model": described_model(model), "scorers": described_scorers(scorers or {})}
+        return Results(tallies, plan.descriptions, {"context": plan.context, "version": __version__, **told})
     store.register(plan.descriptions, failed)
     try:
         todo = _missing(plan, documents, store, say)
@@ -250,6 +258,12 @@ def measure(
     except BaseException as error:
         store.set_status(f"failed: {str(error) or type(error).__name__}")
         raise
+
+
+def rows_at_once(model: ObservableModel, length: int) -> int:
+    """Rows a tile that the memory allows."""
+    positions = most_positions(model, length)
+    return default_tile(model.num_heads, length + positions, None if positions else model.device)
 
 
 def most_positions(model: ObservableModel, length: int) -> int:
@@ -295,18 +309,14 @@ class _Run:
 
     def document(self, document: Document, ids: Sequence[str]) -> pd.DataFrame:
         """Tallies of one document. Out of device memory, the row tile is halved and the document starts over."""
-        while True:
-            start = self.steps
-            try:
-                return measure_document(
-                    self.model, document, self.plan, ids, self.tile, checks=self.checks, on_layer=self._step
-                )
-            except torch.cuda.OutOfMemoryError:
-                if self.tile == 1:
-                    raise
-                self.tile, self.steps = max(1, min(self.tile, self.plan.num_rows) // 2), start
-                torch.cuda.empty_cache()
-                self.say(f"out of device memory: going on with measure.row_tile={self.tile}")
+        start = self.steps
+
+        def work(tile: int) -> pd.DataFrame:
+            self.steps = start
+            return measure_document(self.model, document, self.plan, ids, tile, checks=self.checks, on_layer=self._step)
+
+        found, self.tile = with_less_memory(work, min(self.tile, self.plan.num_rows), self.say)
+        return found
 
     def _step(self) -> None:
         self.steps += 1

@@ -29,6 +29,7 @@ from filelock import FileLock
 from sparsity_lab.metrics import METRICS
 
 SCHEMA = 1
+KINDS = {None: "measurements of experiments/recall.py", "evaluation": "an evaluation of experiments/evaluate.py"}
 KEYS = ["cell_id", "document", "layer", "bucket"]
 ORDER = (
     "model",
@@ -160,12 +161,20 @@ class Results:
             out[name] = sums[f"{name}_sum"] / sums[f"{name}_n"].where(sums[f"{name}_n"] > 0)
         return out.reset_index()
 
-    def frame(self, by: Sequence[str] = ("layer",), *, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
+    def frame(
+        self,
+        by: Sequence[str] = ("layer",),
+        *,
+        resamples: int = 1000,
+        seed: int = 0,
+        intervals: Sequence[str] = METRICS,
+    ) -> pd.DataFrame:
         """Tidy table: a row per cell and `by`, each metric as its mean over documents, `<metric>_low` and
         `<metric>_high` (95 % bootstrap interval over documents; NaN with a single document), the cell's fields, and
         rows / saturated / empty / documents.
 
         by=("layer",) or ("layer", "bucket") or (): with no layer, layers are averaged within each document first.
+        intervals: the metrics that get theirs; few are much faster than all.
         """
         keys = ["cell_id", *by]
         per_document = self.per_document(by if "layer" in by else [*by, "layer"])
@@ -177,7 +186,9 @@ class Results:
             return pd.DataFrame()
         wide = per_document.pivot(index=keys, columns="document", values=list(METRICS))
         values = wide.to_numpy(dtype=float).reshape(len(wide), len(METRICS), -1)
-        low, high = bootstrap_interval(values, resamples, seed)
+        with_interval = [name in intervals for name in METRICS]
+        low, high = np.full((2, *values.shape[:2]), np.nan)
+        low[:, with_interval], high[:, with_interval] = bootstrap_interval(values[:, with_interval], resamples, seed)
         out = per_document.groupby(keys, sort=True)[["rows", "saturated", "empty"]].sum()
         out["documents"] = per_document.groupby(keys, sort=True).size()
         for i, name in enumerate(METRICS):
@@ -202,6 +213,12 @@ def mean_of_defined(values: np.ndarray) -> np.ndarray:
     return np.divide(total, defined.sum(-1), out=np.full(total.shape, np.nan), where=defined.any(-1))
 
 
+def resampled(documents: int, resamples: int, seed: int) -> np.ndarray:
+    """How often each document is drawn in each bootstrap sample, float64 [resamples, documents]."""
+    picks = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
+    return np.stack([np.bincount(row, minlength=documents) for row in picks]).astype(float)
+
+
 def bootstrap_interval(values: np.ndarray, resamples: int = 1000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """95 % percentile interval of the mean over documents, [..., documents] -> low and high [...].
 
@@ -210,8 +227,7 @@ def bootstrap_interval(values: np.ndarray, resamples: int = 1000, seed: int = 0)
     """
     flat = values.reshape(-1, values.shape[-1])
     documents = flat.shape[1]
-    picks = np.random.default_rng(seed).integers(documents, size=(resamples, documents))
-    times = np.stack([np.bincount(row, minlength=documents) for row in picks]).astype(float)
+    times = resampled(documents, resamples, seed)
     low, high = np.full(len(flat), np.nan), np.full(len(flat), np.nan)
     some = np.flatnonzero(np.isfinite(flat).sum(1) >= 2)
     for part in np.array_split(some, max(1, len(some) // 2000)):  # bounds memory at resamples x 2000
@@ -238,9 +254,11 @@ class Store:
     def register(self, cells: Mapping[str, Mapping[str, Any]], failed: Sequence[Mapping[str, Any]] = ()) -> None:
         """Write the manifest with these cells added to those it has, and set the status to running."""
         with self.lock:
-            old = read_manifest(self.folder) if (self.folder / "manifest.json").exists() else {}
+            there = (self.folder / "manifest.json").exists()
+            old = read_manifest(self.folder, self.manifest.get("kind")) if there else {}
             merged = {**old, **self.manifest, "schema": SCHEMA}
             merged["cells"] = dict(sorted({**old.get("cells", {}), **cells}.items()))
+            merged["scorers"] = {**old.get("scorers", {}), **self.manifest.get("scorers", {})}
             all_failed = [*old.get("failed_cells", []), *failed]
             merged["failed_cells"] = list({json.dumps(f, sort_keys=True): dict(f) for f in all_failed}.values())
             write_text(self.folder / "manifest.json", json.dumps(merged, indent=1, sort_keys=True) + "\n")
@@ -296,11 +314,11 @@ def merge(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True).drop_duplicates(KEYS, ignore_index=True)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a results folder.
+def read_manifest(folder: Path, kind: str | None = None) -> dict[str, Any]:
+    """The manifest of a results folder of a kind (see KINDS).
 
     Raises:
-        ResultsError: no such folder, no manifest, damaged, or another schema version.
+        ResultsError: no such folder, no manifest, damaged, another schema version or kind.
     """
     path = Path(folder) / "manifest.json"
     if not path.exists():
@@ -312,6 +330,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         found = manifest.get("schema") if isinstance(manifest, dict) else None
         raise ResultsError(f"{path}: schema={found}: this version reads schema {SCHEMA}")
+    if (found := manifest.get("kind")) != kind:
+        raise ResultsError(f"{folder}: holds {KINDS.get(found, found)}, not {KINDS[kind]}")
     return manifest
 
 

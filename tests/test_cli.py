@@ -73,7 +73,7 @@ def test_the_results_folder(first):
 def test_the_manifest(first):
     manifest = json.loads((first[1] / FOLDER / "manifest.json").read_text())
     assert manifest["schema"] == 1
-    assert manifest["model"].keys() == {"name", "fingerprint", "dtype"}
+    assert manifest["model"].keys() == {"name", "fingerprint", "dtype", "shape"}
     assert manifest["model"]["name"] == "llama"
     assert manifest["data"]["name"] == "pydoc"
     assert manifest["config"]["selection"]["topk"] == [4, 8]

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from sparsity_lab import schemas
 from sparsity_lab.cells import Candidate, Selection
 from sparsity_lab.config import read_job, scorer_label
+from sparsity_lab.evaluation import job as evaluation_job
 from sparsity_lab.lightning import IndexerConfig
 from sparsity_lab.measurement import measure
 
@@ -31,7 +32,8 @@ def composed(*overrides: str, name: str = "recall"):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_option_composes(group, option):
-    job = read_job(composed(f"{group}={option}", *GIVEN.get(option, [])))
+    name, read = ("evaluate", evaluation_job.read_job) if group == "evaluation" else ("recall", read_job)
+    job = read(composed(f"{group}={option}", *GIVEN.get(option, []), name=name))
     assert job.cells
     assert not job.failed
 

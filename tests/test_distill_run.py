@@ -268,5 +268,5 @@ def test_an_ablation_gives_a_run_a_value_and_a_figure(tmp_path):
     assert names == {f"heads-{heads}" for heads in (1, 2, 4, 8, 16)}
     plot = [sys.executable, str(cli.ROOT / "analysis" / "plot_training.py"), str(folder)]
     drawn = subprocess.run(plot, capture_output=True, text=True, check=True).stdout.split()
-    assert [path.rpartition("/")[2] for path in drawn] == ["training.png", "training.svg", "figure.csv"]
-    assert sorted(pd.read_csv(drawn[2])["indexer.index_n_heads"].unique()) == [1, 2, 4, 8, 16]
+    assert [path.rpartition("/")[2] for path in drawn] == [f"training.{kind}" for kind in ("png", "svg", "pdf", "csv")]
+    assert sorted(pd.read_csv(drawn[3])["indexer.index_n_heads"].unique()) == [1, 2, 4, 8, 16]

@@ -15,15 +15,15 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from scripts import ANALYSIS, run
 from tiny_results import BOUNDS, LAYERS, tiny_results
 
 from sparsity_lab import plot
-from sparsity_lab.plot_figure import BOUND_LINES, RATIO_COLOURS
-from sparsity_lab.plot_panels import MAX_CURVES
-from sparsity_lab.plot_table import curve_table
+from sparsity_lab.figures.look import BOUND_LINES, RATIO_COLOURS
+from sparsity_lab.figures.panels import MAX_CURVES
+from sparsity_lab.figures.table import curve_table
 from sparsity_lab.results import merge_results
 
-ANALYSIS = Path(__file__).parent.parent / "analysis"
 POOLS = [None, (0, 4, 8), (0, 8, 8), (1, 4, 8), (1, 8, 8)]
 
 
@@ -33,11 +33,6 @@ def curves_of(axis: Axes, name: str) -> list[Line2D]:
 
 def legend_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ANALYSIS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("draw", [plot.recall, plot.coverage])
@@ -294,7 +289,7 @@ def test_no_trace_in_matplotlib() -> None:
 def test_saved_twice_is_the_same(tmp_path: Path) -> None:
     first = plot.save(plot.coverage(tiny_results()), tmp_path / "a" / "coverage")
     second = plot.save(plot.coverage(tiny_results()), tmp_path / "b" / "coverage")
-    assert [path.name for path in first] == ["coverage.png", "coverage.svg"]
+    assert [path.name for path in first] == [f"coverage.{kind}" for kind in ("png", "svg", "pdf", "csv")]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert b"<dc:date>" not in first[1].read_bytes()
 
@@ -304,10 +299,10 @@ def test_scripts_write_figures_and_tables(tmp_path: Path) -> None:
     folder = results.save(tmp_path / "one")
     done = run("plot_recall.py", folder)
     assert done.returncode == 0, done.stderr
-    paths = [folder / "figures" / f"recall.{kind}" for kind in ("png", "svg", "csv")]
+    paths = [folder / "figures" / f"recall.{kind}" for kind in ("png", "svg", "pdf", "csv")]
     assert done.stdout.split() == list(map(str, paths))
     before = [path.read_bytes() for path in paths]
-    table = pd.read_csv(paths[2])
+    table = pd.read_csv(paths[3])
     expected = results.frame(())
     merged = table.merge(expected, on="cell_id", suffixes=("", "_frame"))
     assert len(merged) == len(expected)
@@ -321,8 +316,8 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """What plot_coverage.py runs, in this process: starting one takes seconds."""
     monkeypatch.syspath_prepend(ANALYSIS)
     monkeypatch.setattr(sys, "argv", ["plot_coverage.py"])
-    common = importlib.import_module("_common")
-    return lambda *arguments: common.main("Draw.", ["coverage", "density"], list(map(str, arguments)))
+    curves = importlib.import_module("_curves")
+    return lambda *arguments: curves.main("Draw.", ["coverage", "density"], list(map(str, arguments)))
 
 
 def test_scripts_merge_folders_and_name_the_choice(tmp_path: Path, draw: Callable[..., int]) -> None:
@@ -335,7 +330,7 @@ def test_scripts_merge_folders_and_name_the_choice(tmp_path: Path, draw: Callabl
     assert set(table["layer"]) == set(LAYERS)
     assert draw(one, "--out", tmp_path / "out", "--layer", 1, "--scorer", "quest", "--metric", "density") == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"density-layer1-quest.{kind}" for kind in ("png", "svg", "csv")
+        f"density-layer1-quest.{kind}" for kind in ("png", "svg", "pdf", "csv")
     }
 
 
@@ -365,7 +360,8 @@ def test_scripts_tell_mistakes_in_one_line(
 
 
 def test_scripts_exit_with_two(tmp_path: Path) -> None:
-    done = run("plot_coverage.py", tmp_path / "missing")
+    command = [sys.executable, str(ANALYSIS / "plot_coverage.py"), str(tmp_path / "missing")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"plot_coverage.py: {tmp_path / 'missing'}: no results here (no manifest.json)\n"
 
@@ -374,5 +370,5 @@ def test_scripts_exit_with_two(tmp_path: Path) -> None:
 def test_scripts_help(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0
-    for option in ("--out", "--layer", "--by-layer", "--scorer", "--ratio", "--where", "--metric"):
+    for option in ("--out", "--against", "--layer", "--by-layer", "--scorer", "--ratio", "--where", "--metric"):
         assert option in done.stdout

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from scripts import run
 
-from sparsity_lab.plot_training import draw_training, finals, find_runs, training_table
-
-SCRIPT = Path(__file__).parent.parent / "analysis" / "plot_training.py"
+from sparsity_lab.figures.training import draw_training, finals, find_runs, training_table
 
 
 def write_run(folder: Path, *, heads: int = 8, gain: float = 0.0, ratios: tuple[int, ...] = (1,)) -> Path:
@@ -75,10 +72,17 @@ def test_what_cannot_be_drawn(tmp_path):
     (tmp_path / "many" / "3" / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match=r"3: not a distillation that can be read"):
         training_table(find_runs([tmp_path / "many"]))
+    (tmp_path / "many" / "3" / "manifest.json").write_text('{"schema": 0, "identity": {"data": {}}}')
+    with pytest.raises(ValueError, match=r"3: schema=0: this version reads schema 1"):
+        training_table(find_runs([tmp_path / "many"]))
+    only_steps = write_run(tmp_path / "only-steps")
+    (only_steps / "training.csv").write_text("step\n1\n")
+    with pytest.raises(ValueError, match=r"training\.csv lacks compress_ratio, held_out, layer"):
+        training_table([only_steps])
 
 
 def test_the_script_says_what_is_wrong_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
+    done = run("plot_training.py", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("plot_training.py: ")
     assert done.stderr.count("\n") == 1

@@ -26,11 +26,11 @@ def name_of(requirement: str) -> str:
 
 
 def test_makefile_has_its_targets() -> None:
-    assert {".venv", "recall", "figures", "test", "lint", "clean", "help"} <= targets()
+    assert {".venv", "recall", "figures", "report", "test", "lint", "clean", "help"} <= targets()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
-@pytest.mark.parametrize("target", ["recall", "figures", "test", "lint"])
+@pytest.mark.parametrize("target", ["recall", "figures", "report", "test", "lint"])
 def test_targets_set_themselves_up(target: str, tmp_path: Path) -> None:
     """In a clone without .venv, a dry run begins by making it; nothing is run."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -63,6 +63,8 @@ def test_ci_runs_what_people_run() -> None:
     assert "set -euo pipefail" in text
     assert "make lint" in text
     assert "make test" in text
+    assert text.index("install_browser\n") < text.index("make test")  # in which tests open the report
+    assert "export CI" in text
 
 
 def test_hooks_need_no_network() -> None:

@@ -98,8 +98,8 @@ class IndexShape:
     weight_bytes: float = 2
 
     def __post_init__(self) -> None:
-        _require_positive(self, "heads", "head_dim", "entry_bytes", "query_parameters", "weight_bytes")
-        _require_not_negative(self, "key_token_parameters", "key_position_parameters")
+        _require_positive(self, "heads", "head_dim", "entry_bytes", "weight_bytes")
+        _require_not_negative(self, "query_parameters", "key_token_parameters", "key_position_parameters")
 
     @property
     def flops_per_key(self) -> int:

@@ -1,4 +1,8 @@
-"""Figures of an ablation: what each consumer loses by each source's pool, by pool size, and the sources' ranking."""
+"""Figures of an ablation: what each consumer loses by each source's pool, by pool size, and the sources' ranking.
+
+Where not given, k is the largest measured, block size and pool size the middle ones, and sources the first two thirds
+of the layers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from sparsity_lab.ablation_run import AblationResults
-from sparsity_lab.ablation_table import choose, matrix, over_consumers, ranking, source_means
-from sparsity_lab.plot_figure import CURVE_COLOURS, STYLE, Chart, wrap
+from sparsity_lab.ablation_table import (
+    choose,
+    compared_sources,
+    layers_of,
+    matrix,
+    over_consumers,
+    ranking,
+    source_means,
+)
+from sparsity_lab.figures.look import CURVE_COLOURS, MARKERS, STYLE, WIDTH, Chart, columns_for, wrap
+from sparsity_lab.figures.table import plural
 
 SIDE = 2.5  # inches a heat map
+NO_INTERVALS = "means over documents"
 LABELS = {
     "loss": "coverage lost to the pool",
     "coverage": "coverage",
@@ -28,7 +42,7 @@ LABELS = {
 def facts(results: AblationResults, *more: str) -> list[str]:
     """What a figure's title says beside its subject."""
     manifest, found = results.manifest, results.source["document"].nunique()
-    documents = f"{found} document{'s' * (found > 1)}"
+    documents = plural(found, "document")
     data = manifest["identity"]["data"]
     ratio = manifest["identity"]["ablation"]["compress_ratio"]
     where = f"{data['name']}, {documents} x {data['length']} tokens"
@@ -45,17 +59,21 @@ def draw_maps(
     title: str,
     about: Sequence[str],
     label: str,
+    behind: pd.DataFrame,
     *,
     lowest: float | None = None,
 ) -> Figure:
-    """Heat maps of source x consumer with one scale. maps: (heading, matrix); lowest: the scale's lower end."""
-    columns = min(len(maps), 4)
+    """Heat maps of source x consumer with one scale.
+
+    maps: (heading, matrix); behind: the tidy table they come from; lowest: the scale's lower end.
+    """
+    columns = columns_for(len(maps))
     rows = -(-len(maps) // columns)
     values = np.concatenate([table.to_numpy(dtype=float).ravel() for _, table in maps])
     low = float(np.nanmin(values)) if lowest is None else lowest
     with mpl.rc_context({**STYLE, "axes.grid": False}):
-        figure = Chart(figsize=(max(SIDE * columns + 0.9, 4.4), SIDE * rows + 0.8), layout="constrained")
-        headed(figure, title, about)
+        figure = Chart(figsize=(min(max(SIDE * columns + 0.9, 4.4), WIDTH[3]), SIDE * rows + 0.8), layout="constrained")
+        headed(figure, title, [*about, NO_INTERVALS])
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
         for axis in axes[len(maps) :]:
             axis.remove()
@@ -65,6 +83,7 @@ def draw_maps(
             _layer_ticks(axis, list(table.columns), list(table.index))
             axis.label_outer()
         figure.colorbar(image, ax=list(axes[: len(maps)]), label=label)
+    figure.table = behind
     return figure
 
 
@@ -74,32 +93,54 @@ def _layer_ticks(axis: Axes, across: Sequence[Any], down: Sequence[Any]) -> None
         along.set_ticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
 
 
-def draw_sources(results: AblationResults, metric: str, *, topk: int, block_size: int) -> Figure:
-    """A heat map a pool size."""
+def chosen(
+    results: AblationResults, topk: int | None, block_size: int | None = None, pool_positions: int | None = None
+) -> dict[str, int]:
+    """One k, block size and pool size: as given, or the usual ones."""
+    a = results.ablation
+    return {
+        "topk": topk or a.topk[-1],
+        "block_size": block_size or a.block_sizes[len(a.block_sizes) // 2],
+        "pool_positions": pool_positions or a.pool_positions[len(a.pool_positions) // 2],
+    }
+
+
+def draw_sources(
+    results: AblationResults, metric: str = "loss", *, topk: int | None = None, block_size: int | None = None
+) -> Figure:
+    """A heat map of candidate source x consumer for every pool size. metric: one of LABELS."""
+    if metric not in LABELS:
+        raise ValueError(f"metric={metric!r}: must be one of {', '.join(LABELS)}")
+    cell = chosen(results, topk, block_size)
+    topk, block_size = cell["topk"], cell["block_size"]
     table = choose(source_means(results), topk=topk, block_size=block_size)
     maps = [(f"pool of {size}", matrix(rows, metric)) for size, rows in table.groupby("pool_positions")]
     about = facts(results, f"k = {topk}", f"blocks of {block_size}")
-    return draw_maps(maps, "Candidate sources and their consumers", about, LABELS[metric])
+    return draw_maps(maps, "Candidate sources and their consumers", about, LABELS[metric], table)
 
 
-def draw_pool_sizes(results: AblationResults, sources: Sequence[int], *, topk: int, common: bool) -> Figure:
+def draw_pool_sizes(
+    results: AblationResults, sources: Sequence[int] | None = None, *, topk: int | None = None, common: bool = True
+) -> Figure:
     """Loss over pool size: an axes a block size, a curve a source, dark to light with depth."""
-    table = choose(over_consumers(results, sources, common=common), topk=topk)
-    table = table.groupby(["block_size", "source", "pool_positions"], sort=True)["loss"].mean().reset_index()
+    topk, sources = chosen(results, topk)["topk"], compared_sources(layers_of(results), sources)
+    whole = choose(over_consumers(results, sources, common=common), topk=topk)
+    means = whole.groupby(["block_size", "source", "pool_positions"], sort=True)["loss"].mean()
+    table = means.reset_index()
     sizes = sorted(table["block_size"].unique())
     colours = mpl.colormaps["viridis"]
     with mpl.rc_context(STYLE):
-        figure = Chart(figsize=(max(2.3 * len(sizes) + 1.2, 4.4), 3.3), layout="constrained")
+        figure = Chart(figsize=(min(max(2.3 * len(sizes) + 1.2, 4.4), WIDTH[3]), 3.3), layout="constrained")
         headed(
             figure,
             "What the pool costs, by its size",
-            [*facts(results, f"k = {topk}"), consumers_text(table, sources, common)],
+            [*facts(results, f"k = {topk}"), consumers_text(table, sources, common), NO_INTERVALS],
         )
         axes = list(figure.subplots(1, len(sizes), squeeze=False, sharey=True).flatten())
         for axis, size in zip(axes, sizes, strict=True):
             for source, rows in table[table["block_size"] == size].groupby("source"):
                 place = list(sources).index(int(source)) / max(1, len(sources) - 1)
-                axis.plot(rows["pool_positions"], rows["loss"], color=colours(0.95 * place), marker="o", markersize=3)
+                axis.plot(rows["pool_positions"], rows["loss"], color=colours(0.9 * place), **_marked(place))
             axis.set(title=f"blocks of {size}", xlabel="pool (positions)", xscale="log")
             axis.set_xticks(sorted(table["pool_positions"].unique()))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
@@ -107,7 +148,13 @@ def draw_pool_sizes(results: AblationResults, sources: Sequence[int], *, topk: i
         axes[0].set_ylabel(LABELS["loss"])
         scale = mpl.cm.ScalarMappable(mpl.colors.Normalize(min(sources), max(max(sources), min(sources) + 1)), colours)
         figure.colorbar(scale, ax=axes, label="source layer", ticks=MaxNLocator(integer=True))
+    figure.table = whole
     return figure
+
+
+def _marked(place: float) -> dict[str, Any]:
+    """Markers that go with the depth of a source, from 0 to 1."""
+    return {"marker": MARKERS[round(place * (len(MARKERS) - 1))], "markersize": 3.2, "linewidth": 1.0}
 
 
 def consumers_text(table: pd.DataFrame, sources: Sequence[int], common: bool) -> str:
@@ -116,15 +163,24 @@ def consumers_text(table: pd.DataFrame, sources: Sequence[int], common: bool) ->
 
 
 def draw_ranking(
-    results: AblationResults, sources: Sequence[int], *, topk: int, block_size: int, pool_positions: int, common: bool
+    results: AblationResults,
+    sources: Sequence[int] | None = None,
+    *,
+    topk: int | None = None,
+    block_size: int | None = None,
+    pool_positions: int | None = None,
+    common: bool = True,
 ) -> Figure:
     """Share of single-level coverage kept with each source's pool, best first, with intervals over documents."""
-    chosen: dict[str, Any] = {"topk": topk, "block_size": block_size, "pool_positions": pool_positions}
-    table = ranking(results, sources, common=common, **chosen)
-    about = facts(results, f"k = {topk}", f"pool of {pool_positions} in blocks of {block_size}")
+    cell, sources = chosen(results, topk, block_size, pool_positions), compared_sources(layers_of(results), sources)
+    table = ranking(results, sources, common=common, **cell)
+    pool = f"pool of {cell['pool_positions']} in blocks of {cell['block_size']}"
+    about = facts(results, f"k = {cell['topk']}", pool, consumers_text(table, sources, common))
+    several = table["documents"].max() > 1
+    about.append("bars: 95 % interval over documents" if several else "one document, so no interval")
     with mpl.rc_context(STYLE):
-        figure = Chart(figsize=(4.6, 1.3 + 0.17 * len(table)), layout="constrained")
-        headed(figure, "Candidate sources, best first", [*about, consumers_text(table, sources, common)])
+        figure = Chart(figsize=(4.8, 1.5 + 0.17 * len(table)), layout="constrained")
+        headed(figure, "Candidate sources, best first", about)
         axis = figure.subplots()
         places = range(len(table))
         spans = [table["kept"] - table["kept_low"], table["kept_high"] - table["kept"]]
@@ -133,4 +189,5 @@ def draw_ranking(
         axis.set_yticks(list(places), [str(source) for source in table["source"]])
         axis.invert_yaxis()
         axis.set(xlabel="share of single-level coverage kept", ylabel="source layer")
+    figure.table = table
     return figure

@@ -10,53 +10,40 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from sparsity_lab.results import write_atomically
+from sparsity_lab.results import write_atomically, write_table
 
-STYLE: Any = {
-    "figure.dpi": 110,
-    "savefig.dpi": 200,
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "legend.fontsize": 7.5,
-    "figure.titlesize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "svg.hashsalt": "sparsity_lab",  # with no date in the file, equal figures are equal bytes
-}
+STYLE: Any = mpl.rc_params_from_file(Path(__file__).with_name("style.mplstyle"), use_default_template=False)
 # Ratios are ordered, so their colours go from dark to light: they stay apart in grey print and for the colour-blind.
 RATIO_COLOURS = ("#2a1a5e", "#1f78a4", "#35b779", "#e0a800")
-# Okabe and Ito's palette without its black, which belongs to the oracle; the order alternates dark and light.
-CURVE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#a89f00")
+CURVE_COLOURS: Sequence[str] = STYLE["axes.prop_cycle"].by_key()["color"]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 BOUND_LINES: dict[str, tuple[str, Any]] = {
     "oracle": ("#1a1a1a", (0, (5, 2))),
     "recency": ("#6e6e6e", (0, (4, 1.5, 1, 1.5))),
     "random": ("#8e8e8e", (0, (1, 1.5))),
 }
-WIDTH = {1: 5.6, 2: 7.0, 3: 7.6}  # inches, by panels in a row
+WIDTH = {1: 5.6, 2: 7.0, 3: 7.6}  # inches, by panels in a row; the last is the most that a page takes
 LETTERS = 13  # of the title in an inch
 LABELS = {
     "recall": "recall of the oracle's top-k",
     "coverage": "coverage: share of dense attention kept",
     "relative_coverage": "coverage relative to the oracle's",
     "total_coverage": "attention kept with window and tail",
-    "density": "share of visible tokens attended",
+    "worst_head_coverage": "coverage of the worst head",
+    "density": "density: share of visible tokens attended",
     "output_error": "relative error of the attention output",
 }
-TITLES = {"recall": "Recall of dense attention's top-k", "coverage": "Coverage of dense attention"}
 
 
 class Chart(Figure):
-    """A Figure that notebooks show even where pyplot was never imported."""
+    """A Figure that notebooks show even where pyplot was never imported, with the tidy `table` behind it."""
+
+    table: pd.DataFrame | None = None
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -64,9 +51,11 @@ class Chart(Figure):
         return buffer.getvalue()
 
 
-def axis_label(metric: str, *, short: bool) -> str:
-    """What a metric's axis says; `short` where axes are small."""
+def axis_label(metric: str, *, short: bool, signed: bool = False) -> str:
+    """What a metric's axis says; `short` where axes are small, `signed` where it holds differences."""
     name = metric.replace("_", " ")
+    if signed:
+        return f"difference in {name}"
     return name if short else LABELS.get(metric, name)
 
 
@@ -91,7 +80,12 @@ def columns_that_fit(entries: Sequence[Line2D], width: float) -> int:
     return 1
 
 
-def grid(count: int, columns: int, title: str, facts: Sequence[str], height: float = 2.3) -> tuple[Figure, list[Axes]]:
+def columns_for(count: int) -> int:
+    """How many axes to put in a row."""
+    return 2 if count in (2, 4, 8) else min(count, 3)
+
+
+def grid(count: int, columns: int, title: str, facts: Sequence[str], height: float = 2.3) -> tuple[Chart, list[Axes]]:
     """A figure with `count` axes that share both scales, each `height` inches, under a title and the facts."""
     rows = -(-count // columns)
     lines = [title, *wrap(facts, WIDTH[columns])]
@@ -104,9 +98,10 @@ def grid(count: int, columns: int, title: str, facts: Sequence[str], height: flo
 
 
 def save(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
-    """Write `stem`.png (200 dpi) and `stem`.svg, the same bytes for the same figure; returns the paths."""
+    """Write `stem`.png (200 dpi), .svg, .pdf and, of a `Chart` with a table, .csv; the same bytes for the same figure.
+    Returns the paths."""
     out = []
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None}), ("pdf", {"CreationDate": None})):
         path = Path(f"{os.fspath(stem)}.{kind}")
 
         def write(temporary: Path, kind: str = kind, metadata: dict[str, None] = metadata) -> None:
@@ -115,4 +110,7 @@ def save(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
         with mpl.rc_context(STYLE):
             write_atomically(path, write)
         out.append(path)
+    if isinstance(figure, Chart) and figure.table is not None:
+        out.append(Path(f"{os.fspath(stem)}.csv"))
+        write_table(figure.table, out[-1])
     return out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from sparsity_lab.plot_table import POOL, context_columns, curve_labels, field_label, varying
+from sparsity_lab.figures.table import POOL, context_columns, curve_labels, field_label, varying
 
 MAX_CURVES = 7  # in one panel: as many colours as stay apart, also for the colour-blind
 MAX_PANELS = 24

@@ -8,13 +8,16 @@ from typing import Any
 
 import pandas as pd
 
+from sparsity_lab.compare import POOL as POOL_FIELDS
+from sparsity_lab.compare import Difference
 from sparsity_lab.measurement import ENVELOPE
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.results import ORDER, Results
 
-POOL = ["candidate_source_layer", "candidate_topk_blocks", "candidate_block_size"]
+POOL = list(POOL_FIELDS)
 REUSE = "index_source_layers"
 CURVE = ["scorer", "scorer_options", REUSE, *POOL]  # what tells the curves of one panel and ratio apart
+TITLES = {"recall": "Recall of dense attention's top-k", "coverage": "Coverage of dense attention"}
 COUNTS = ["rows", "saturated", "empty", "documents"]
 
 
@@ -26,6 +29,7 @@ def curve_table(
     by: Sequence[str] = (),
     scorer: str | Iterable[str] | None = None,
     ratio: int | Iterable[int] | None = None,
+    topk: int | Iterable[int] | None = None,
     where: str | None = None,
     strict: bool = True,
 ) -> pd.DataFrame:
@@ -36,7 +40,7 @@ def curve_table(
 
     Args:
         layer: one layer; None averages over layers within each document (unless `by` has "layer").
-        scorer, ratio: only these. where: pandas query over `Results.frame`. All three choose among the cells under
+        scorer, ratio, topk: only these. where: pandas query over `Results.frame`. All choose among the cells under
             test; the bounds of what is left (same ratio, k, model, data ...) always come along. A choice that only
             bounds meet shows those.
         strict: refuse what cannot be drawn: cells that look the same, no value defined.
@@ -49,7 +53,8 @@ def curve_table(
         if name not in METRICS:
             raise ValueError(f"metric={name!r}: must be one of {', '.join(METRICS)}")
     keys = ("layer", *(b for b in by if b != "layer")) if layer is not None else tuple(by)
-    table = results.frame(keys)
+    every = where is not None and ("_low" in where or "_high" in where)
+    table = results.frame(keys, intervals=METRICS if every else metrics)
     if table.empty:
         raise ValueError("nothing measured yet")
     if layer is not None:
@@ -62,7 +67,7 @@ def curve_table(
     table[REUSE] = table.get(REUSE)  # results of before there was reuse
     table["bound"] = table["scorer"].isin(ENVELOPE) & table[[REUSE, *POOL]].isna().all(axis=1)
     table["saturated_share"] = table["saturated"] / (table["rows"] + table["saturated"])
-    table = choose(table, scorer, ratio, where).astype(dict.fromkeys(POOL, "Int64"))
+    table = choose(table, where, scorer=scorer, ratio=ratio, topk=topk).astype(dict.fromkeys(POOL, "Int64"))
     if strict:
         _refuse_twins(table, keys)
     if strict and table[metrics].isna().all(axis=None):
@@ -76,15 +81,14 @@ def curve_table(
     return table[[*described, *values]].reset_index(drop=True)
 
 
-def choose(
-    table: pd.DataFrame, scorer: str | Iterable[str] | None, ratio: int | Iterable[int] | None, where: str | None
-) -> pd.DataFrame:
+def choose(table: pd.DataFrame, where: str | None, **wanted: Any) -> pd.DataFrame:
     """The cells asked for and their bounds; see `curve_table`."""
     kept = table
-    for column, key, wanted in (("scorer", "scorer", scorer), ("compress_ratio", "ratio", ratio)):
-        if wanted is None:
+    for key, value in wanted.items():
+        column = "compress_ratio" if key == "ratio" else key
+        if value is None:
             continue
-        values = [wanted] if isinstance(wanted, (str, int)) else list(wanted)
+        values = [value] if isinstance(value, (str, int)) else list(value)
         unknown = [v for v in values if v not in set(table[column])]
         if unknown:
             present = ", ".join(map(str, sorted(set(table[column]))))
@@ -93,7 +97,7 @@ def choose(
     if where is not None:
         kept = kept[_meets(kept, where)]
     if kept.empty:
-        raise ValueError("no cell is left: no measured cell has this scorer, ratio and where together")
+        raise ValueError("no cell is left: no measured cell has this scorer, ratio, topk and where together")
     tested = kept[~kept["bound"]]
     if tested.empty:
         return kept
@@ -106,7 +110,7 @@ def _meets(table: pd.DataFrame, where: str) -> pd.Series:
     try:
         mask = table.eval(where)
     except Exception as error:  # pandas raises whatever the expression's parts raise
-        raise ValueError(f"where={where!r}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"where={where!r}: {(str(error) or repr(error)).splitlines()[0]}") from error
     if not isinstance(mask, pd.Series) or not pd.api.types.is_bool_dtype(mask.dtype):
         raise ValueError(f"where={where!r}: must be true or false for each row, as in 'topk <= 64'")
     return mask.fillna(False).astype(bool)
@@ -210,16 +214,23 @@ def _spans(numbers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, numbers))}"
 
 
-def heading(table: pd.DataFrame, metric: str) -> str:
+def heading(results: Results, table: pd.DataFrame, metric: str, more: str = "") -> str:
     """Title: the metric, and model and data where all cells share them."""
-    titles = {"recall": "Recall of dense attention's top-k", "coverage": "Coverage of dense attention"}
-    title = titles.get(metric, metric.replace("_", " ").capitalize())
+    if isinstance(results, Difference):
+        title = f"Difference in {metric.replace('_', ' ')}{more}, {results.what}"
+    else:
+        title = TITLES.get(metric, metric.replace("_", " ").capitalize()) + more
     common = [str(table[c].iloc[0]) for c in ("model", "data") if c in table and not varying(table, [c])]
     return f"{title}: {' on '.join(common)}" if common else title
 
 
-def facts(results: Results, table: pd.DataFrame, layer: int | None) -> list[str]:
-    """What was measured and how the values were averaged: what all cells share, for under the title."""
+def facts(
+    results: Results, table: pd.DataFrame, layer: int | None = None, more: Sequence[str] = (), *, bands: str = "band"
+) -> list[str]:
+    """What was measured and how the values were averaged: what all cells share, for under the title.
+
+    more: what else to say; bands: what shows the intervals; "" where nothing does.
+    """
     changing = varying(table, context_columns(table))
     first = table.iloc[0]
     documents = sorted(set(table["documents"]))
@@ -234,9 +245,28 @@ def facts(results: Results, table: pd.DataFrame, layer: int | None) -> list[str]
         parts.append(f"layer {layer}")
     elif "layer" not in table:
         parts.append(f"mean of {layers_averaged(results)}")
-    if "layer" not in table or layer is not None:
-        parts.append("band: 95 % interval over documents" if documents[-1] > 1 else "one document, so no interval")
-    return parts
+    if bands:
+        parts.append(f"{bands}: 95 % interval over documents" if documents[-1] > 1 else "one document, so no interval")
+    parts += more
+    return [*parts, *results.told] if isinstance(results, Difference) else parts
+
+
+def behind_sources(results: Results) -> Results:
+    """Only the layers behind every candidate source layer: those that search in a pool, the same for all cells.
+
+    Raises:
+        ValueError: no pool, or no such layer was measured.
+    """
+    sources = [cell.get(POOL[0]) for cell in results.cells.values()]
+    pooled = [int(source) for source in sources if source is not None]
+    if not pooled:
+        raise ValueError("no cell of these results has a candidate pool; measure with selection=two_level")
+    tallies = results.tallies[results.tallies["layer"] > max(pooled)]
+    if tallies.empty:
+        raise ValueError(f"no measured layer lies behind candidate source layer {max(pooled)}")
+    if isinstance(results, Difference):
+        return results.restricted(tallies)
+    return Results(tallies, results.cells, results.manifest)
 
 
 def layers_averaged(results: Results) -> str:

@@ -12,11 +12,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sparsity_lab.plot_figure import CURVE_COLOURS, LETTERS, MARKERS, STYLE, Chart
+from sparsity_lab.distill_folder import SCHEMA
+from sparsity_lab.figures.look import CURVE_COLOURS, MARKERS, STYLE, WIDTH, Chart, wrap
+from sparsity_lab.figures.table import plural
+from sparsity_lab.folders import Tables
 
 MAX_RUNS = len(CURVE_COLOURS)
+NEEDED = {"step", "layer", "compress_ratio", "loss", "held_out", "relative_coverage"}
 IGNORED = ("data.", "schedule.")  # never what an ablation is about
-WIDTH, HEIGHT = 3.2, 2.8  # inches a panel
+HEIGHT = 2.8  # inches a panel
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -25,7 +29,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     Raises:
         ValueError: none there.
     """
-    found = sorted({log.parent for folder in folders for log in Path(folder).rglob("training.csv")})
+    logs = [log.parent for folder in folders for log in Path(folder).rglob("training.csv")]
+    found = sorted({run for run in logs if run.name != "figures"})  # which holds the table of this figure
     if not found:
         raise ValueError(f"{', '.join(map(str, folders))}: no distillation here (no training.csv)")
     return found
@@ -33,18 +38,29 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 def training_table(runs: Sequence[Path]) -> pd.DataFrame:
     """Their training logs in one table (columns: see `distill_run.LOG_COLUMNS`), with `run`, a column for every setting
-    in which the runs differ (`recipe.lr`), and these columns' names in `attrs["differ"]`.
+    in which the runs differ (`recipe.lr`), and these columns' names in `attrs["differ"]`; `attrs["about"]`: model and
+    data in words.
 
     Raises:
         ValueError: a damaged log or manifest, by its path.
     """
-    frames, settings = [], []
+    frames, settings, about = [], [], []
     for run in runs:
         try:
-            frames.append(pd.read_csv(run / "training.csv").assign(run=run.name))
-            settings.append(flat(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["identity"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            frame = pd.read_csv(run / "training.csv").assign(run=run.name)
+            manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+            identity, schema = manifest["identity"], manifest.get("schema", SCHEMA)
+            about.append(described(identity))
+            settings.append(flat(identity))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{run}: not a distillation that can be read ({error!r})") from error
+        if schema != SCHEMA:
+            raise ValueError(f"{run}: schema={schema}: this version reads schema {SCHEMA}")
+        if lacking := sorted(NEEDED - set(frame)):
+            raise ValueError(f"{run}: not a distillation that can be read (training.csv lacks {', '.join(lacking)})")
+        if frame.empty:
+            raise ValueError(f"{run}: no evaluation yet, so nothing to show")
+        frames.append(frame)
     keys = [key for key in settings[0] if not key.startswith(IGNORED)]
     differ = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
     for frame, one in zip(frames, settings, strict=True):
@@ -52,8 +68,17 @@ def training_table(runs: Sequence[Path]) -> pd.DataFrame:
             value = one.get(key)
             frame[key] = [", ".join(map(str, value)) if isinstance(value, list) else value] * len(frame)
     table = pd.concat(frames, ignore_index=True)
-    table.attrs["differ"] = differ
+    table.attrs |= {"differ": differ, "about": list(dict.fromkeys(about))}
     return table
+
+
+def described(identity: Mapping[str, Any]) -> str:
+    """Model, and documents held out."""
+    held_out = identity["data"].get("held_out", {})
+    sources = [f"{about['num_documents']} of {name}" for name, about in held_out.items()]
+    length = identity["data"].get("length")
+    told = f", held out: {' and '.join(sources)} documents" + (f" x {length:,} tokens" if length else "")
+    return str(identity.get("model", "")) + (told if sources else "")
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -64,31 +89,36 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def draw_training(table: pd.DataFrame) -> Figure:
+def draw_training(runs: pd.DataFrame | Tables) -> Figure:
     """Loss and held-out relative coverage by step, means over layers and held-out sources: a curve a run and, in a
     single run, a ratio. Several runs get a third panel: the last figures by the setting that differs.
 
+    runs: `training_table` of several, or what `folders.load` gives of one.
     Raises:
         ValueError: more runs than can be told apart.
     """
-    runs = table["run"].nunique()
-    several = runs > 1
-    if runs > MAX_RUNS:
-        raise ValueError(f"{runs} runs, more than {MAX_RUNS} can be told apart; name fewer folders")
+    table = runs if isinstance(runs, pd.DataFrame) else runs.frame("training")
+    count = table["run"].nunique()
+    several = count > 1
+    if count > MAX_RUNS:
+        raise ValueError(f"{count} runs, more than {MAX_RUNS} can be told apart; name fewer folders")
     by = "run" if several else "compress_ratio"
     with mpl.rc_context(STYLE):
-        figure = Chart(figsize=(WIDTH * (2 + several), HEIGHT + 0.5), layout="constrained")
+        figure = Chart(figsize=(WIDTH[2 + several], HEIGHT + 1.0), layout="constrained")
         figure.suptitle(_title(table, several))
         axes = list(figure.subplots(1, 2 + several))
         for axis, column, label in (
             (axes[0], "loss", "loss: KL to the dense mass (nats)"),
-            (axes[1], "relative_coverage", "held-out coverage relative to the oracle's"),
+            (axes[1], "relative_coverage", "held-out relative coverage"),
         ):
             _curves(axis, table, column, by)
             axis.set(xlabel="optimiser steps", ylabel=label)
-        axes[1].legend(title=None if several else "compress ratio")
+        names = axes[1].get_legend_handles_labels()
+        title = "run" if several else "compress ratio"
+        figure.legend(*names, title=title, loc="outside lower center", ncols=min(len(names[0]), 4))
         if several:
             _finals(axes[2], table)
+    figure.table = table
     return figure
 
 
@@ -122,7 +152,11 @@ def _finals(axis: Axes, table: pd.DataFrame) -> None:
 
 
 def _title(table: pd.DataFrame, several: bool) -> str:
-    layers = table["layer"].nunique()
     what = "Distilled indexers" if several else f"Distilled indexers: {table['run'].iloc[0]}"
-    title = f"{what} · mean of {layers} layer{'s' * (layers > 1)} · held out: {', '.join(table['held_out'].unique())}"
-    return title[: int(WIDTH * 3 * LETTERS)]
+    about = [text for text in table.attrs.get("about", ()) if text]
+    facts = [
+        *(about if len(about) == 1 else ()),
+        f"mean of {plural(table['layer'].nunique(), 'layer')}",
+        "no intervals",
+    ]
+    return "\n".join([what, *wrap(facts, WIDTH[2 + several])])

@@ -1,0 +1,1 @@
+"""Every figure of the project; `sparsity_lab.plot` is its public face."""
