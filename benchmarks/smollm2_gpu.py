@@ -1,12 +1,16 @@
 """SmolLM2 with its learned indexers at its full context, on whatever device: one tidy table, to be compared.
 
-python benchmarks/smollm2_gpu.py cpu float32 OUT.csv
-python benchmarks/smollm2_gpu.py cuda float32 OUT.csv --against OTHER.csv
+python benchmarks/smollm2_gpu.py cpu float32 cpu.csv --tokens tokens.npy
+python benchmarks/smollm2_gpu.py cuda float32 cuda.csv --tokens tokens.npy --against cpu.csv
+
+Other Pythons bring other texts along, so the first run writes the tokens it takes, and the others read them.
 """
 
 import argparse
 import time
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 import sparsity_lab as sl
@@ -29,10 +33,15 @@ def main() -> None:
     parser.add_argument("dtype", help="float32, bfloat16 or float16")
     parser.add_argument("out", help="where the table goes")
     parser.add_argument("--against", help="a table of another device: print the largest difference of every metric")
+    parser.add_argument("--tokens", required=True, type=Path, help="tokens to use; made from pydoc if not there yet")
     parser.add_argument("--length", type=int, default=8192)
     options = parser.parse_args()
     model = sl.load_model("smollm2", device=options.device, dtype=options.dtype)
-    documents = sl.data.pydoc(model.tokenizer, num_documents=1, length=options.length)
+    if not options.tokens.exists():
+        np.save(
+            options.tokens, sl.data.pydoc(model.tokenizer, num_documents=1, length=options.length)[0].tokens.numpy()
+        )
+    documents = sl.data.tokens(options.tokens, num_documents=1, length=options.length)
     pools = [None, {"source_layer": 8, "topk_blocks": 128, "block_size": 8}]
     cells = sl.grid(scorer="lightning", topk=[64, 256], compress_ratio=[1, 4], candidate=pools)
     start = time.perf_counter()

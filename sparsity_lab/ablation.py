@@ -183,7 +183,7 @@ class AblationPass:
             true.visible.repeat(groups), true.mass.flatten(0, 1), true.total.flatten(), order.flatten(0, 1),
             best.flatten(0, 1), true,
         )  # fmt: skip
-        place = int(tile.rows[0])
+        place = tile.place
         self.first[place].append(rows.order[:, : a.topk[-1]].to(small_int(rows.order.shape[-1])))
         if self.layers[0] != layer:
             self._add(self.source, layer, self._against_pools(place, rows))

@@ -33,13 +33,13 @@ class JointPass:
 
     def __init__(self, ablation: Ablation, scorer: Scorer, layers: Sequence[int]) -> None:
         self.ablation, self.scorer, self.layers = ablation, scorer, list(layers)
-        self.ranks: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # (first row, block size) -> one a layer
+        self.ranks: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # (tile, block size) -> one a layer
         self.picks: dict[tuple[int, Pool], list[Tensor]] = defaultdict(list)  # -> [S, G, L], one a layer but the first
         self.sums: dict[tuple[Pool, int, int], Tensor] = {}  # (pool, index source, consumer) -> [2 (sum, n), S, K]
 
     def tile(self, tile: RowTile) -> None:
         """Read one row tile of a layer, on its own selections in the pools and on those of the layers before it."""
-        a, layer, place = self.ablation, tile.acts.layer, int(tile.rows[0])
+        a, layer, place = self.ablation, tile.acts.layer, tile.place
         if layer not in self.layers or not a.joint_pools:
             return
         order = scored(tile, self.scorer, a)[1].flatten(0, 1)

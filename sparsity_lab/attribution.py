@@ -76,7 +76,7 @@ class AttributionPass:
         layer, a = tile.acts.layer, self.ablation
         if layer not in self.sources:
             return
-        place, source, most = int(tile.rows[0]), self.sources[layer], a.topk[-1]
+        place, source, most = tile.place, self.sources[layer], a.topk[-1]
         scores, order = scored(tile, self.scorer, a)
         best = metrics.oracle_order(tile, a.share, a.compress_ratio)
         pool = self.candidate if self.candidate is not None and source > self.candidate.source_layer else None

@@ -76,6 +76,15 @@ class Selection:
         if self.index_source_layers is not None:
             object.__setattr__(self, "index_source_layers", _source_layers(self.index_source_layers))
 
+    def settings(self) -> dict[str, Any]:
+        """The values under `selection` in a configuration that give this one."""
+        pool = self.candidate
+        names = [field.name for field in dataclasses.fields(Candidate)]
+        return dataclasses.asdict(self) | {
+            "index_source_layers": None if self.index_source_layers is None else list(self.index_source_layers),
+            "candidate": {name: pool and getattr(pool, name) for name in names},
+        }
+
     def _check_pool(self, pool: Candidate) -> None:
         try:
             check_pool(self.topk, pool.topk_blocks, pool.block_size)

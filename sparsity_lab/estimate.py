@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,21 @@ def flops_per_second(device: str) -> float:
 
 def describe(jobs: Sequence[Job]) -> str:
     """Lines to print: a pass each, then the whole."""
+    lines, known = by_pass(jobs, _pass)
+    return "\n".join([*lines, f"{len(jobs)} jobs, {len(lines)} passes{known} (nothing was measured: dry_run=true)"])
+
+
+def by_pass(jobs: Sequence[Job], price: Callable[[Sequence[Job]], tuple[str, float | None]]) -> tuple[list[str], str]:
+    """A line for the jobs of every pass, and the time of all of them in words; nothing where none is known.
+
+    price: of the jobs of one pass, its line and its seconds, None = unknown.
+    """
     passes: dict[str, list[Job]] = {}
     for job in jobs:
         passes.setdefault(job.pass_key, []).append(job)
-    lines, seconds = [], 0.0
-    for group in passes.values():
-        text, cost = _pass(group)
-        lines.append(text)
-        seconds += cost or 0.0
-    known = f", about {minutes(seconds)} in all" if seconds else ""
-    return "\n".join([*lines, f"{len(jobs)} jobs, {len(passes)} passes{known} (nothing was measured: dry_run=true)"])
+    priced = [price(group) for group in passes.values()]
+    seconds = sum(cost or 0.0 for _, cost in priced)
+    return [line for line, _ in priced], f", about {minutes(seconds)} in all" if seconds else ""
 
 
 def _pass(jobs: Sequence[Job]) -> tuple[str, float | None]:

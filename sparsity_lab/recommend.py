@@ -255,8 +255,6 @@ def experiment(results: Results, cell_id: str, name: str) -> dict[str, Any]:
     scorer = ((results.manifest.get("scorers") or {}).get(cell.scorer) or {}).get("settings")
     if not config or scorer is None:
         raise ValueError("these results do not tell their configuration, as those of experiments/recall.py do")
-    selection, pool = cell.selection, cell.selection.candidate
-    sources = selection.index_source_layers
     model, data = config["model"], {**config["data"], "length": about["length"], "shard": 0, "num_shards": 1}
     option = "recorded" if model.get("kind") == "recorded" else None
     return {
@@ -270,20 +268,7 @@ def experiment(results: Results, cell_id: str, name: str) -> dict[str, Any]:
         "model": model,
         "data": data,
         "scorer": scorer,
-        "selection": {
-            "compress_ratio": selection.compress_ratio,
-            "topk": selection.topk,
-            "window": selection.window,
-            "share": selection.share,
-            "exclude_window": selection.exclude_window,
-            "sinks": selection.sinks,
-            "index_source_layers": None if sources is None else list(sources),
-            "candidate": {
-                "source_layer": pool and pool.source_layer,
-                "topk_blocks": pool and pool.topk_blocks,
-                "block_size": pool and pool.block_size,
-            },
-        },
+        "selection": cell.selection.settings(),
         "measure": {**config["measure"], "rows": about["sampled_rows"], "seed": about["seed"]},
     }
 

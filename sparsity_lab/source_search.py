@@ -197,23 +197,7 @@ def write(folder: Path, table: pd.DataFrame, results: AblationResults) -> None:
 
 def _selection_yaml(selection: Selection, row: Any) -> str:
     """The selection and nothing else, so that every experiment with one keeps to its own results folder."""
-    pool = selection.candidate
-    fields = {
-        "selection": {
-            "compress_ratio": selection.compress_ratio,
-            "topk": selection.topk,
-            "window": selection.window,
-            "share": selection.share,
-            "exclude_window": selection.exclude_window,
-            "sinks": selection.sinks,
-            "index_source_layers": list(selection.index_source_layers or ()),
-            "candidate": {
-                "source_layer": pool and pool.source_layer,
-                "topk_blocks": pool and pool.topk_blocks,
-                "block_size": pool and pool.block_size,
-            },
-        },
-    }
+    fields = {"selection": selection.settings()}
     head = f"# @package _global_\n# Found by experiments/search_sources.py; predicted coverage {row.predicted:.4f}\n"
     return head + yaml.safe_dump(fields, sort_keys=False, default_flow_style=None)
 

@@ -101,7 +101,7 @@ def test_a_bad_option_is_told_by_its_key(tiny, override, said):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("evaluation.layers=[7]", "evaluation.layers: [7] cannot select"),
+        ("evaluation.layers=[7]", "evaluation.layers=[7]: no full attention there"),
         ("selection.compress_ratio=1000", "selection.compress_ratio=1000"),
         ("evaluation.harness.tasks=[arc_easy]", "pip install 'sparsity-lab[harness]'"),
         ("model=recorded data=recorded", "a recording cannot be run"),

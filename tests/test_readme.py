@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.figure
 import pytest
+import scripts
 from test_config import composed
 from tiny_models import make
 
@@ -67,7 +66,7 @@ def sparse_models(tmp_path_factory):
 
 @pytest.mark.parametrize("script", sorted({shlex.split(c)[1] for c in COMMANDS if "analysis/" in c}))
 def test_analysis_script_answers_to_help(script):
-    done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True)
+    done = scripts.run(Path(script).name, "--help")
     assert done.returncode == 0
     assert "usage" in done.stdout
 

@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cli
 import pandas as pd
 import pytest
 import tiny_models
@@ -496,10 +498,12 @@ def test_rows_held_are_found_and_others_named() -> None:
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
-    ordered = sorted(arguments[1:], key=lambda argument: argument != "-m")  # Hydra takes -m before the overrides
-    command = [sys.executable, str(ROOT / "experiments" / arguments[0]), *ordered]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    overrides = [argument for argument in arguments[1:] if argument != "-m"]
+    done = cli.run(
+        cwd.with_name(f"{cwd.name}-commands"), *overrides, flags=["-m"] * ("-m" in arguments),
+        script=ROOT / "experiments" / arguments[0], prepare=partial(os.chdir, cwd),
+    )  # fmt: skip
+    return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from sparsity_lab.cells import Cell, check_cell, index_sources, with_envelope
 from sparsity_lab.config import Job
 from sparsity_lab.config import read_job as read_any_job
-from sparsity_lab.estimate import MIB, flops_per_second, minutes, model_size
+from sparsity_lab.estimate import MIB, by_pass, flops_per_second, minutes, model_size
 from sparsity_lab.evaluation.needles import check_options
 from sparsity_lab.evaluation.run import Evaluation, Options, Placed, place
 from sparsity_lab.evaluation.summary import METRICS, EvaluationResults, load
@@ -155,15 +155,7 @@ def objective(results: EvaluationResults, job: Job) -> float:
 
 def describe(jobs: Sequence[Job]) -> str:
     """What a dry run prints: a line a folder and model, then the whole."""
-    passes: dict[str, list[Job]] = {}
-    for job in jobs:
-        passes.setdefault(job.pass_key, []).append(job)
-    lines, seconds = [], 0.0
-    for group in passes.values():
-        text, cost = _describe_pass(group)
-        lines.append(text)
-        seconds += cost or 0.0
-    known = f", about {minutes(seconds)} in all" if seconds else ""
+    lines, known = by_pass(jobs, _describe_pass)
     return "\n".join(
         [
             *lines,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsity_lab.activations import ObservableModel
+from sparsity_lab.applied import check_layers, layers_to_apply
 from sparsity_lab.cells import Cell, cell_id, cell_topology, index_sources
 from sparsity_lab.checks import CheckError
 from sparsity_lab.documents import Document, Documents
@@ -26,7 +27,7 @@ from sparsity_lab.scorers import Scorer
 
 # Part of every cell id: raise it whenever the same cell would get other numbers, so old results are never mistaken.
 NUMBERS_VERSION = 1
-INDEX_SOURCES = "index_sources"
+KEY = "evaluation"
 Progress = Callable[[int, int], None]
 MakeSparse = Callable[..., Any]
 
@@ -53,10 +54,7 @@ class Options:
             ValueError: by the field.
         """
         layers, asked = evaluation["layers"], evaluation["retrieval"]
-        if isinstance(layers, str) and layers != INDEX_SOURCES:
-            raise ValueError(f"evaluation.layers={layers!r}: must be null, a list of layers, or {INDEX_SOURCES}")
-        if evaluation["dense_layers"] < 0:
-            raise ValueError(f"evaluation.dense_layers={evaluation['dense_layers']}: must be at least 0")
+        check_layers(KEY, layers, evaluation["dense_layers"])
         if measure["layers"] is not None:
             raise ValueError(f"measure.layers={measure['layers']}: is recall's; set evaluation.layers")
         if not evaluation["perplexity"] and not asked["tasks"] and not evaluation["harness"]["tasks"]:
@@ -82,18 +80,7 @@ class Options:
         Raises:
             ValueError: layers that cannot select, or none left.
         """
-        chosen = list(available)
-        if self.layers == INDEX_SOURCES:
-            ratio, sources = cell.selection.compress_ratio, index_sources(cell.selection.index_source_layers, scorer)
-            chosen = list(cell_topology(ratio, sources, num_layers).index_source_layers)
-        elif self.layers is not None:
-            chosen = [int(layer) for layer in self.layers]
-        if unknown := [layer for layer in chosen if layer not in available]:
-            raise ValueError(f"evaluation.layers: {unknown} cannot select; full attention have {list(available)}")
-        kept = [layer for layer in chosen if layer >= self.dense_layers]
-        if not kept:
-            raise ValueError(f"evaluation.dense_layers={self.dense_layers}: leaves no layer to apply a selection in")
-        return kept
+        return layers_to_apply(KEY, self.layers, self.dense_layers, cell.selection, scorer, available, num_layers)
 
 
 @dataclass(frozen=True)

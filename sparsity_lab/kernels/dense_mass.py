@@ -10,8 +10,6 @@ Shapes: h query heads, k key heads, g selection groups, R query rows, t tokens, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -19,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsity_lab.dense import group_sum
-from sparsity_lab.kernels.launch import lines, precision, tile_order
+from sparsity_lab.kernels.launch import Config, lines, precision, tile_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -129,16 +127,6 @@ def _mass_kernel(
     position = n * width + tl.arange(0, width)
     place = (group.to(tl.int64) * rows + r[:, None]) * groups_out + position[None, :]
     tl.store(out + place, acc, mask=there[:, None] & (position < groups_out)[None, :])
-
-
-class Config(NamedTuple):
-    """Tile of a launch: M rows, N tokens, warps, stages of the software pipeline, row tiles a band."""
-
-    m: int = 64
-    n: int = 128
-    warps: int = 4
-    stages: int = 2
-    band: int = 16
 
 
 # found by measuring on an H200 (benchmarks/); float32 has twice the bytes a number, so larger tiles do not fit

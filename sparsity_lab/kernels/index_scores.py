@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsity_lab.kernels.launch import lines, precision, tile_order
+from sparsity_lab.kernels.launch import Config, lines, precision, tile_order
 
 
 @triton.jit
@@ -51,16 +51,6 @@ def _score_kernel(
             best,
             mask=there[:, None] & (b < n_blocks)[None, :],
         )
-
-
-class Config(NamedTuple):
-    """Tile of a launch: M rows, N positions, warps, stages of the software pipeline, row tiles a band."""
-
-    m: int = 64
-    n: int = 128
-    warps: int = 4
-    stages: int = 2
-    band: int = 16
 
 
 BEST = Config()

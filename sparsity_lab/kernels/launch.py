@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Config(NamedTuple):
+    """Tile of a launch: m rows, n tokens or positions, warps, stages of the software pipeline, row tiles a band."""
+
+    m: int = 64
+    n: int = 128
+    warps: int = 4
+    stages: int = 2
+    band: int = 16
+
 
 PRECISION = {"torch.float32": "tf32x3"}  # three tf32 products keep float32's digits; 16-bit inputs multiply exactly
 
