@@ -183,7 +183,7 @@ class RowTile:
     @property
     def has_kernels(self) -> bool:
         """Whether kernels compute the mean masses."""
-        return self.given is None and self.acts.compressed is None and kernels.usable(self.acts.q)
+        return self.given is None and self.acts.compressed is None and kernels.multiplies(self.acts.q)
 
     @property
     def place(self) -> int:

@@ -52,7 +52,7 @@ def index_scores(
         float32 [b, s, n]; without `visible` every position is scored.
     """
     heads, n = q.shape[2], k.shape[1]
-    if kernels.usable(q) and q.dtype == k.dtype and not (torch.is_grad_enabled() and q.requires_grad):
+    if kernels.multiplies(q) and q.dtype == k.dtype and not (torch.is_grad_enabled() and q.requires_grad):
         return _kernel_scores(q, k, w, relu, visible)
     with torch.autocast(q.device.type, enabled=False):
         w, keys = w.float(), k.float().transpose(1, 2)
