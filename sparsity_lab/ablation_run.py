@@ -110,7 +110,11 @@ class AblationRun:
         options: dict[str, Any] = {"rows": rows, "seed": seed, "layers": layers, "envelope": False, "detail_rows": 0}
         self.plan = Plan(model, documents.source, length, cells, scorers={label: scorer}, **options)
         if self.plan.failed:
-            raise ValueError(self.plan.failed[0]["reason"].replace("selection.", "ablation."))
+            raise ValueError(
+                self.plan.failed[0]["reason"]
+                .replace("selection.", "ablation.")
+                .replace("take selection=native, or ", "")
+            )
         self.model, self.documents, self.ablation, self.scorer, self.checks = model, documents, ablation, scorer, checks
         own = index_sources(None, scorer)
         selecting = cell_topology(ablation.compress_ratio, own, model.num_layers, model.native).index_source_layers

@@ -318,6 +318,7 @@ class AblateSourceConfig:
     model: Any = MISSING
     data: Any = MISSING
     scorer: Any = MISSING
+    selection: Any = None
     ablation: AblationConfig = field(default_factory=AblationConfig)
     attribution: AttributionConfig = field(default_factory=AttributionConfig)
     measure: AblateMeasureConfig = field(default_factory=AblateMeasureConfig)

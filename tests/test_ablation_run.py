@@ -140,6 +140,17 @@ def command(tmp_path_factory):
     return here, [*small, *grid, f"results_dir={here}/results"]
 
 
+def test_the_command_with_a_models_own_indexers(tmp_path):
+    grid = ["ablation.topk=[8]", "ablation.pool_positions=[64]", "ablation.block_sizes=[4]", "ablation.joint_pools=[]"]
+    args = ["model=deepseek_v41", "scorer=native", "data.num_documents=1", "data.length=160", *grid, "measure.rows=16"]
+    done = cli.run(tmp_path, *args, f"results_dir={tmp_path}/results", script=SCRIPT)
+    assert done.code != 0
+    assert done.last.endswith("beside its compressed keys; set ablation.window=16")
+    done = cli.run(tmp_path, *args, "ablation.window=16", f"results_dir={tmp_path}/results", script=SCRIPT)
+    assert done.code == 0, done.err
+    assert len(load(tmp_path / "results" / "ablate_source" / "deepseek_v41-pydoc-160-native-ratio1").reuse)
+
+
 def test_the_command(command):
     here, args = command
     done = cli.run(here, *args, script=SCRIPT)
