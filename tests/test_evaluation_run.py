@@ -204,7 +204,7 @@ def test_the_layers_that_select():
     assert Options().applied_layers(cell, scorer, available, 6) == available
     assert Options(layers=(2, 5), dense_layers=3).applied_layers(cell, scorer, available, 6) == [5]
     assert Options(layers="index_sources").applied_layers(cell, scorer, available, 6) == [1, 3]
-    with pytest.raises(ValueError, match=r"evaluation\.layers: \[4\]"):
+    with pytest.raises(ValueError, match=r"evaluation\.layers=\[4\]"):
         Options(layers=(4,)).applied_layers(cell, scorer, available, 6)
     with pytest.raises(ValueError, match=r"evaluation\.dense_layers=6"):
         Options(dense_layers=6).applied_layers(cell, scorer, available, 6)
