@@ -69,8 +69,8 @@ def order_positions(scores: Tensor, limit: int | None = None) -> Tensor:
     """
     n = scores.shape[-1]
     limit = n if limit is None else min(limit, n)
-    if scores.is_cuda:
-        return _order_on_gpu(scores, limit)
+    if scores.device.type != "cpu":
+        return _order_on_device(scores, limit)
     array = _sort_keys(scores).numpy()  # numpy's vectorised integer sort is several times faster than torch's
     if limit < n:
         array.partition(max(limit - 1, 0), axis=-1)
@@ -80,7 +80,7 @@ def order_positions(scores: Tensor, limit: int | None = None) -> Tensor:
     return (keys & _LOW).masked_fill_((keys >> 32) == _UNREACHABLE, -1)
 
 
-def _order_on_gpu(scores: Tensor, limit: int) -> Tensor:
+def _order_on_device(scores: Tensor, limit: int) -> Tensor:
     """The same order by a stable sort, which keeps equal scores by position, of all scores or of the best `limit`."""
     _check_scores(scores)
     if limit == scores.shape[-1] or not kernels.usable(scores):
