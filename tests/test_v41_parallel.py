@@ -18,13 +18,13 @@ from sparsity_lab.models.deepseek_v41.parallel import SINGLE, Shard, launched
 DECISIONS = ("topk", "candidates", "experts.", "selected")
 
 
-def run_ranks(out: Path) -> list[dict[str, torch.Tensor]]:
-    """What the two processes computed."""
+def run_ranks(out: Path, devices: dict[str, str]) -> list[dict[str, torch.Tensor]]:
+    """What the two processes computed, with `devices` in their environment."""
     write_folder(out / "golden", manifest()[v41_worker.GOLDEN]["config"], golden_weights(v41_worker.GOLDEN))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", v41_worker.__file__]
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **devices}
     done = subprocess.run([*command, out], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
@@ -32,18 +32,27 @@ def run_ranks(out: Path) -> list[dict[str, torch.Tensor]]:
 
 def test_two_processes_of_torchrun(tmp_path):
     """One test: xdist would start the processes once for every worker that gets a part of it."""
-    ranks = run_ranks(tmp_path)
+    check_ranks(tmp_path, run_ranks(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_through_nccl(tmp_path):
+    check_ranks(tmp_path, run_ranks(tmp_path, {}), "cuda")
+
+
+def check_ranks(tmp_path: Path, ranks: list[dict[str, torch.Tensor]], device: str) -> None:
     assert (tmp_path / "1.ended").exists(), "the second process ends when the first does"
     # the observations compared below came after these failures, and found the processes in step
     told = (tmp_path / "failures").read_text(encoding="utf-8")
     assert told == "the check of layer 3 failed; input_ids 5 to 999: the vocabulary has 0 to 383"
 
-    loaded = load("tiny", **UNQUANTISED)
+    loaded = load("tiny", dtype="float32", device=device, **UNQUANTISED)
     alone = v41_worker.computed(loaded, tmp_path / "golden", SINGLE) | v41_worker.observed(loaded)
     check_equal_to_one_process(ranks[0], alone)
     check_golden(ranks[0])
     check_same_bits(ranks)
-    check_parts(ranks, dict(loaded.model.named_parameters()))
+    check_parts(ranks, {name: p.cpu() for name, p in loaded.model.named_parameters()})
 
 
 def check_equal_to_one_process(got: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> None:

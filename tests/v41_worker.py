@@ -1,4 +1,7 @@
-"""One of the processes that test_v41_parallel.py starts with torchrun: python v41_worker.py OUT_FOLDER."""
+"""One of the processes that test_v41_parallel.py starts with torchrun: python v41_worker.py OUT_FOLDER.
+
+On whatever devices its environment shows it: a GPU each, or the CPU.
+"""
 
 import sys
 from pathlib import Path
@@ -18,17 +21,18 @@ Tensors = dict[str, torch.Tensor]
 
 def computed(loaded: DeepseekV41, golden_folder: Path, shard: Shard) -> Tensors:
     """Logits, decisions and caches of a random model in chunks and of a golden checkpoint at once."""
-    logits, trace, held = run_in_pieces(loaded.model, prompt(LENGTH, batch=2), CUTS)
+    logits, trace, held = run_in_pieces(loaded.model, prompt(LENGTH, batch=2).to(loaded.device), CUTS)
     config = DeepseekV41Config.from_dict(manifest()[GOLDEN]["config"])
-    golden = load_checkpoint(golden_folder, config, shard=shard)
-    golden_logits, golden_trace, _ = run_in_pieces(golden, golden_io(GOLDEN)["input_ids"], [])
-    return {
+    golden = load_checkpoint(golden_folder, config, shard=shard, device=loaded.device)
+    golden_logits, golden_trace, _ = run_in_pieces(golden, golden_io(GOLDEN)["input_ids"].to(loaded.device), [])
+    found = {
         "logits": logits,
         "golden.logits": golden_logits,
         **trace,
         **cached(held),
         **{f"golden.{name}": tensor for name, tensor in golden_trace.items()},
     }
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def observed(loaded: DeepseekV41) -> Tensors:
@@ -39,7 +43,7 @@ def observed(loaded: DeepseekV41) -> Tensors:
         for owner, part in (("", acts), ("index.", acts.index), ("compressed.", acts.compressed)):
             for name, value in vars(part).items() if part is not None else ():
                 if isinstance(value, torch.Tensor):
-                    found[f"L{acts.layer}.{owner}{name}"] = value.clone()
+                    found[f"L{acts.layer}.{owner}{name}"] = value.to("cpu", copy=True)
 
     loaded.observe(prompt(LENGTH), observer, range(loaded.num_layers))
     return found
@@ -63,10 +67,10 @@ def failures(loaded: DeepseekV41) -> str:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    loaded = load("tiny", **UNQUANTISED)
+    loaded = load("tiny", dtype="float32", **UNQUANTISED)
     shard = loaded.model.shard
     tensors = computed(loaded, out / "golden", shard)
-    tensors |= {f"part.{name}": p.detach() for name, p in loaded.model.named_parameters()}
+    tensors |= {f"part.{name}": p.detach().cpu() for name, p in loaded.model.named_parameters()}
     if shard.rank:
         torch.save(tensors, out / f"{shard.rank}.pt")
         loaded.serve()  # returns when the first process ends
