@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = merge([load(path) for path in options.results])
         yield from save(draw_evaluation(results, options.metric), folder / stem)
 
-    return report(parser.prog, write)
+    return report(parser.prog, write, options.results)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         yield from save(draw_agreement(table, [*about, spans]), folder / "proxy-agreement")
         yield from save(draw_scatter(pairs, table, truth, about), folder / f"proxy-{truth}")
 
-    return report(parser.prog, write)
+    return report(parser.prog, write, [*options.recall, *options.evaluate])
 
 
 if __name__ == "__main__":

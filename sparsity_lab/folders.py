@@ -19,6 +19,7 @@ import pandas as pd
 from sparsity_lab import results
 from sparsity_lab.compare import POOL
 from sparsity_lab.results import Results, ResultsError, merge_results
+from sparsity_lab.shape import caveats
 
 CELL_FIELDS: dict[str, Any] = {"scorer": str, "scorer_options": (dict, type(None)), "compress_ratio": int, "topk": int}
 SHOWN = 3  # folders named in a message
@@ -79,16 +80,20 @@ def load_measurements(folders: Sequence[str | os.PathLike[str]]) -> Results:
 
 
 def notes(folder: str | os.PathLike[str]) -> list[str]:
-    """What a reader of the folder's figures should know: an unfinished or failed run, failed cells."""
+    """What a reader of the folder's figures should know: an unfinished or failed run, failed cells, weights used beyond
+    the length they were distilled on."""
     path = Path(folder)
     out = []
     status = (path / "status").read_text(encoding="utf-8").strip() if (path / "status").is_file() else "complete"
     if status != "complete":
         out.append(f"{path}: {status}; shown is what was measured so far")
-    failed = _manifest(path).get("failed_cells") if (path / "manifest.json").is_file() else None
+    manifest = _manifest(path) if (path / "manifest.json").is_file() else {}
+    failed = manifest.get("failed_cells")
     if isinstance(failed, list) and failed:
         first = failed[0].get("reason", "unknown") if isinstance(failed[0], dict) else "unknown"
         out.append(f"{path}: {len(failed)} failed cell{'s' * (len(failed) > 1)} (the first: {first})")
+    if isinstance(cells := manifest.get("cells"), dict):
+        out += [f"{path}: {caveat}" for caveat in caveats(manifest, cells.values())]
     return out
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from sparsity_lab.selection import visible_lengths
 
 SCHEMA = 1
 METADATA_KEY = "sparsity_lab_indexer"
+log = logging.getLogger("sparsity_lab")
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,12 @@ class Lightning:
     ) -> None:
         self.dim, self.device, self.seed = model.hidden_size, model.device, seed
         self.config = config or IndexerConfig()
+        self.asked = None if weights is None else str(weights)
         self.weights = shipped_folder(model) if weights == "shipped" else weights
         self.files = {} if self.weights is None else read_weights(self.weights, model)
         self._modules: dict[tuple[int, int], AttachedIndexer] = {}
         self._tables: dict[int, Tensor] = {}
+        self._warned = False
 
     def describe(self) -> dict[str, Any]:
         if self.files:
@@ -161,12 +165,26 @@ class Lightning:
 
     def _freqs(self, ratio: int, length: int) -> Tensor:
         """RoPE table of at least `length` rows."""
+        self._warn(ratio, length)
         table = self._tables.get(ratio)
         if table is None or len(table) < length:
             config = self.files[ratio].config if self.files else self.config
             grown = length if table is None else max(length, 2 * len(table))  # a token more at a time, when decoding
             table = self._tables[ratio] = index_freqs(config, grown).to(self.device)
         return table
+
+    def _warn(self, ratio: int, length: int) -> None:
+        """Say once that a sequence is longer than the documents that the weights were distilled on."""
+        trained = self.distilled_lengths.get(ratio, length)
+        if length > trained and not self._warned:
+            self._warned = True
+            log.warning("%s", beyond_distillation(str(self.asked), trained, length))
+
+    @property
+    def distilled_lengths(self) -> dict[int, int]:
+        """Compress ratio -> tokens of the documents that its weights were distilled on, where their file tells."""
+        told = {ratio: (file.about.get("data") or {}).get("length") for ratio, file in self.files.items()}
+        return {ratio: length for ratio, length in told.items() if length is not None}
 
     def check(self, layers: Iterable[int], ratio: int) -> None:
         """Raise ValueError where there is no indexer for one of the layers at this ratio."""
@@ -195,6 +213,15 @@ class Lightning:
             module = AttachedIndexer(file.config, self.dim, ratio)
             module.load_state_dict(state)
         return module
+
+
+def beyond_distillation(weights: str, trained: int, length: int) -> str:
+    """What to know of weights that serve longer sequences than they were distilled on."""
+    return (
+        f"scorer.weights={weights}: distilled on documents of {trained:,} tokens, used on {length:,}: what they select "
+        f"beyond {trained:,} was never trained and can be far worse; distil on longer documents "
+        f"(experiments/distill.py data.length={length}) or compare with scorer=quest"
+    )
 
 
 SHIPPED = Path(__file__).with_name("indexers")  # a folder a model, with a card that says how they were made

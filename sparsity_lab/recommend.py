@@ -14,6 +14,7 @@ from sparsity_lab import cost
 from sparsity_lab.pareto import GROUP, kept, needed_layers, pareto
 from sparsity_lab.pricing import Setting, architecture, cell_of
 from sparsity_lab.results import Results, merge_results, write_text
+from sparsity_lab.shape import caveats
 
 FEW_DOCUMENTS = 8
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -89,7 +90,10 @@ def recommend(parts: Sequence[Results], setting: Setting, wish: Wish, where: str
     chosen = _first(enough.sort_values(["seconds", "kept"], ascending=[True, False]))
     nearest = _first(priced.sort_values(["kept", "seconds"], ascending=[False, True])) or {}
     table["recommended"] = False if chosen is None else table["cell_id"] == chosen["cell_id"]
-    about = _warnings(merge_results(parts), table, chosen or nearest, setting, wish)
+    shown = chosen or nearest
+    part = next(part for part in parts if shown["cell_id"] in part.cells)
+    about = caveats(part.manifest, [shown], setting.context_tokens)
+    about += _warnings(merge_results(parts), table, shown, setting, wish)
     return Answer(wish, setting, table, chosen, nearest, tuple(about))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sparsity_lab.activations import ObservableModel
-from sparsity_lab.lightning import IndexerConfig, Lightning
+from sparsity_lab.lightning import IndexerConfig, Lightning, beyond_distillation
 from sparsity_lab.scorers import Scorer
 
 
@@ -62,12 +62,38 @@ def described_model(model: ObservableModel) -> dict[str, Any]:
 def described_scorers(
     scorers: Mapping[str, Scorer], settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """What a manifest says of scorers: label -> `settings` (of its configuration, where it has one) and `indexers`,
-    compress ratio -> `IndexerConfig`'s fields, "any" standing for every ratio."""
+    """What a manifest says of scorers: label -> `settings` (of its configuration, where it has one); `indexers`,
+    compress ratio -> `IndexerConfig`'s fields, "any" standing for every ratio; and `distilled`, the name of its
+    `weights` and, by ratio, the `lengths` of the documents they were distilled on."""
     return {
-        label: {"settings": dict((settings or {}).get(label, {})) or None, "indexers": _indexers(scorer)}
+        label: {
+            "settings": dict((settings or {}).get(label, {})) or None,
+            "indexers": _indexers(scorer),
+            "distilled": _distilled(scorer),
+        }
         for label, scorer in scorers.items()
     }
+
+
+def _distilled(scorer: Scorer) -> dict[str, Any]:
+    if not isinstance(scorer, Lightning) or not scorer.distilled_lengths:
+        return {}
+    return {"weights": scorer.asked, "lengths": {str(ratio): n for ratio, n in scorer.distilled_lengths.items()}}
+
+
+def caveats(manifest: Mapping[str, Any], cells: Iterable[Mapping[str, Any]], length: int = 0) -> list[str]:
+    """What to know of the figures of cells, by what their manifest says of scorers: a sentence for weights that served
+    longer documents than they were distilled on (`length`: or are to serve)."""
+    scorers = manifest.get("scorers") or {}
+    found: dict[tuple[str, int], int] = {}
+    for cell in cells:
+        distilled = (scorers.get(cell.get("scorer")) or {}).get("distilled") or {}
+        used = max(length, int(cell.get("length") or 0))
+        trained = distilled.get("lengths", {}).get(str(cell.get("compress_ratio")), used)
+        if used > trained:
+            which = distilled["weights"], trained
+            found[which] = max(used, found.get(which, 0))
+    return [beyond_distillation(*which, used) for which, used in found.items()]
 
 
 def _indexers(scorer: Scorer) -> dict[str, Any]:

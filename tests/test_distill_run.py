@@ -16,6 +16,7 @@ from sparsity_lab.distill import Trainer
 from sparsity_lab.distill_data import Mixture
 from sparsity_lab.distill_recipe import Recipe
 from sparsity_lab.distill_run import LOG_COLUMNS, Run, Schedule
+from sparsity_lab.folders import notes
 from sparsity_lab.lightning import IndexerConfig, Lightning, read_weights
 from sparsity_lab.measurement import measure
 from sparsity_lab.results import load
@@ -218,11 +219,16 @@ def test_the_command_trains_and_recall_takes_what_it_leaves(tmp_path):
     again = cli.run(tmp_path, *command, script=SCRIPT)
     assert again.code == 0
     assert again.forwards == 0
-    recall = [*model, "data.length=64", "data.num_documents=2", "measure.rows=16", "measure.detail_rows=0"]
+    recall = [*model, "data.length=80", "data.num_documents=2", "measure.rows=16", "measure.detail_rows=0"]
     recall += ["scorer=lightning", f"scorer.weights={folder}", "selection.topk=8", "selection.compress_ratio=[1,4]"]
     measured = cli.run(tmp_path, *recall, f"results_dir={tmp_path}/results")
     assert measured.code == 0, measured.err
-    assert len(load(tmp_path / "results" / "recall" / "llama-pydoc-64").cells) == 8
+    results = tmp_path / "results" / "recall" / "llama-pydoc-80"
+    assert len(load(results).cells) == 8
+    (note,) = notes(results)
+    told = f"scorer.weights={folder}: distilled on documents of 64 tokens, used on 80"
+    assert told in note
+    assert (results / "jobs" / "single" / "recall.log").read_text().count(told) == 1
     wrong = cli.run(tmp_path, *command, "recipe.lr=1", script=SCRIPT)
     assert wrong.code == 1
     assert "holds a run with recipe.lr=0.003, not 1.0" in wrong.err

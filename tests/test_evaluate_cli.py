@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from functools import partial
 
 import cli
 import pandas as pd
@@ -51,6 +54,22 @@ def test_shards_in_folders_of_their_own_are_the_whole(tmp_path, tiny):
     assert evaluate(tmp_path, *tiny).code == 0
     parts = merge([load(tmp_path / f"shard{shard}" / "run") for shard in (0, 1)])
     pd.testing.assert_frame_equal(parts.frame(), load(tmp_path / "evaluate" / "run").frame())
+
+
+def test_an_interrupted_run_says_how_far_it_came(tmp_path, tiny):
+    args = [f"results_dir={tmp_path}", "name=run", *tiny, "selection.topk=[4,8]", "scorer=quest"]
+    work = cli.start(tmp_path, *args, script=SCRIPT, prepare=partial(cli.slowly, 0.5))
+    cli.wait_for(lambda: work.forwards >= 1 + 3 + 1)  # check_head, the first document, and the second's dense has begun
+    os.kill(work.process.pid, signal.SIGINT)
+    assert work.finish(20).code != 0
+    folder = tmp_path / "evaluate" / "run"
+    assert cli.status(folder) == "interrupted: 1 of 2 documents and tasks are finished"
+    assert pd.read_csv(folder / "summary.csv")["documents"].min() == 1
+    done = cli.shell(str(folder), script=cli.ROOT / "analysis" / "plot_evaluate.py")
+    assert done.returncode == 0
+    assert f"note: {folder}: interrupted: 1 of 2 documents and tasks are finished; shown is" in done.stderr
+    assert evaluate(tmp_path, *tiny, "selection.topk=[4,8]", "scorer=quest").code == 0
+    assert cli.status(folder) == "complete"
 
 
 def test_bounds_and_a_dry_run(tmp_path, tiny):

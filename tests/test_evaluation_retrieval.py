@@ -130,3 +130,12 @@ def test_a_selection_a_key_head(model):
     assert layer["in_selection"] == 0.5
     assert layer["dense_mass"] == pytest.approx((0.4 + 0.8) / 2)
     assert layer["scorer_lost"] == pytest.approx(0.8 / 2)
+
+
+def test_the_share_of_the_mass_that_was_kept():
+    def layer(mass, pool=0.0, scorer=0.0, reuse=0.0):
+        return {"dense_mass": mass, "pool_lost": pool, "scorer_lost": scorer, "reuse_lost": reuse}
+
+    assert retrieval.kept_mass([layer(2.0, pool=0.5), layer(2.0, scorer=0.25, reuse=0.25)]) == 0.75
+    assert retrieval.kept_mass([layer(0.1, pool=0.1 + 1e-9)]) == 0  # rounded sums
+    assert retrieval.kept_mass([layer(0.0)]) is None

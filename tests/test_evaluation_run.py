@@ -10,7 +10,7 @@ from stub_sparse import StubSparse
 from tiny_evaluation import CELLS, OPTIONS, Dictated, documents, run
 
 from sparsity_lab.cells import Cell, Selection
-from sparsity_lab.evaluation import summary
+from sparsity_lab.evaluation import show, summary
 from sparsity_lab.evaluation.run import Options
 from sparsity_lab.evaluation.tables import KEYS, SCHEMAS, EvaluationStore
 from sparsity_lab.results import ResultsError
@@ -143,6 +143,53 @@ def test_a_stopped_run_keeps_what_it_has(tmp_path, whole):
         run(tmp_path, model=Stops())
     assert len(summary.load(tmp_path).tables["likelihood"].groupby(["cell_id", "document"])) == 4
     assert_same(run(tmp_path), whole)
+
+
+def test_means_are_over_tasks_that_every_cell_has_answered(tmp_path, whole):
+    """Three cells of two documents: the second document's `single` task was answered by the first cell alone."""
+    cells = {about["topk"]: key for key, about in whole.cells.items()}
+    answers = whole.tables["retrieval"]
+    second = (answers["document"] == documents()[1].id) & (answers["kind"] == "single")
+    kept = answers[~second | (answers["cell_id"] == cells[64])].copy()
+    kept.loc[second & (kept["cell_id"] == cells[64]), "score"] = 0.25
+    stopped = summary.EvaluationResults({**whole.tables, "retrieval": kept}, whole.cells, {})
+    tasks = stopped.tasks()
+    assert tasks.loc[~tasks["finished"], "cell_id"].tolist() == [cells[64]]
+    frame = stopped.frame().set_index("topk")
+    assert frame["retrieval"].tolist() == [0, 0, 1]
+    assert frame["tasks"].tolist() == [1, 1, 1]
+    by_task = stopped.by_task().set_index(["topk", "kind"])
+    assert by_task.loc[(64, "single"), ["score", "tasks", "found"]].tolist() == [1, 1, 1]
+    assert by_task.loc[(64, "multi_value"), "tasks"] == 2
+    assert "retrieval: 1 of 4 tasks left out, not answered by every cell yet" in show.notes(stopped, stopped.frame())
+    assert not any("left out, not" in line for line in show.notes(whole, whole.frame()))
+
+
+def test_a_failed_cell_is_not_waited_for(whole):
+    cells = {about["topk"]: key for key, about in whole.cells.items()}
+    answers = whole.tables["retrieval"]
+    kept = answers[(answers["cell_id"] != cells[4]) | (answers["kind"] == "multi_value")]
+    tables, failed = {**whole.tables, "retrieval": kept}, {**CELLS[0].fields(), "reason": "out of memory"}
+    tasks = summary.EvaluationResults(tables, whole.cells, {"failed_cells": [failed]}).tasks()
+    assert tasks["finished"].all()
+    tasks = summary.EvaluationResults(tables, whole.cells, {}).tasks()
+    assert set(tasks.loc[~tasks["finished"], "kind"]) == {"single"}
+
+
+def test_cells_of_other_data_are_not_waited_for(whole):
+    other = {key + "b": {**about, "data": "b"} for key, about in list(whole.cells.items())[:1]}
+    answers = whole.tables["retrieval"]
+    theirs = answers[answers["cell_id"].isin([key[:-1] for key in other])].head(1)
+    both = pd.concat([answers, theirs.assign(cell_id=theirs["cell_id"] + "b")], ignore_index=True)
+    found = summary.EvaluationResults({**whole.tables, "retrieval": both}, {**whole.cells, **other}, {})
+    assert found.tasks()["finished"].all()
+
+
+def test_cells_of_different_documents_are_told(tmp_path):
+    run(tmp_path, documents(1), cells=CELLS[:2])
+    found = run(tmp_path, cells=CELLS[1:])
+    (told,) = [line for line in show.notes(found, found.frame()) if "differ" in line]
+    assert told == "llama, lines x 700: cells ran on 1 or 2 documents, so they differ by these, too"
 
 
 def test_a_damaged_part_is_set_aside(tmp_path, whole):

@@ -148,5 +148,9 @@ def test_notes(tmp_path: Path) -> None:
     manifest["failed_cells"] = [{"topk": 1, "reason": "no such layer"}, {"reason": "x"}]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     first, second = notes(folder)
+    scorer = next(iter(manifest["cells"].values()))["scorer"]
+    manifest["scorers"] = {scorer: {"distilled": {"weights": "mine", "lengths": {"1": 4, "2": 4, "4": 4}}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "one: scorer.weights=mine: distilled on documents of 4 tokens, used on 64" in notes(folder)[2]
     assert first.endswith("one: failed: out of memory; shown is what was measured so far")
     assert second.endswith("one: 2 failed cells (the first: no such layer)")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from fake_model import FakeModel, documents, tiles_of
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sparsity_lab.cells import grid
-from sparsity_lab.lightning import IndexerConfig, Lightning, save_weights
+from sparsity_lab.lightning import METADATA_KEY, SHIPPED, IndexerConfig, Lightning, save_weights
 from sparsity_lab.measurement import measure
 from sparsity_lab.rope import precompute_freqs_cis, rotate_channels
+from sparsity_lab.shape import caveats, described_scorers
 
 LENGTH = 47
 SMALL = IndexerConfig(index_n_heads=3, index_head_dim=8, rope_head_dim=4, head_dim=6)
@@ -151,3 +154,52 @@ def test_weights_may_be_stored_in_half_the_bits_and_are_used_in_float32(saved, t
     for one, other in zip(module.parameters(), loaded.module(0, 1).parameters(), strict=True):
         assert other.dtype == torch.float32
         assert torch.equal(other, one.bfloat16().float())
+
+
+def test_weights_used_beyond_their_length_are_told_once(saved, tmp_path, caplog):
+    model, scorer, _ = saved
+    save_weights(tmp_path / "short.safetensors", {0: scorer.module(0, 2)}, SMALL, model, data={"length": LENGTH})
+    loaded = Lightning(model, weights=tmp_path / "short.safetensors")
+    assert loaded.distilled_lengths == {2: LENGTH}
+
+    def score(scorer: Lightning, length: int) -> None:
+        x = torch.randn(1, length, model.hidden_size)
+        scorer.group_keys(0, x, x[:, None], 2, 0)
+
+    score(loaded, LENGTH)
+    score(scorer, 4 * LENGTH)  # untrained
+    untold = Lightning(model, weights=tmp_path / "w" / "r1.safetensors")  # a file that does not tell its length
+    untold.group_keys(0, torch.randn(1, 99, model.hidden_size), torch.zeros(1, 1, 99, 1), 1, 0)
+    assert caplog.messages == []
+    score(loaded, LENGTH + 1)
+    score(loaded, 2 * LENGTH)
+    (told,) = caplog.messages
+    assert "short.safetensors: distilled on documents of 47 tokens, used on 48" in told
+
+
+def test_shipped_weights_tell_their_length():
+    files = sorted((SHIPPED / "smollm2").glob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            assert json.loads(handle.metadata()[METADATA_KEY])["data"]["length"] == 2048
+
+
+def test_a_manifest_tells_weights_used_beyond_their_length(saved, tmp_path):
+    model, scorer, _ = saved
+    for ratio, length in ((1, 32), (2, 64)):
+        path = tmp_path / "both" / f"{ratio}.safetensors"
+        save_weights(path, {0: scorer.module(0, ratio)}, SMALL, model, data={"length": length})
+    told = described_scorers({"learned": Lightning(model, weights=tmp_path / "both"), "untrained": scorer})
+    assert told["learned"]["distilled"] == {"weights": str(tmp_path / "both"), "lengths": {"1": 32, "2": 64}}
+    assert told["untrained"]["distilled"] == {}
+    cells = [
+        {"scorer": name, "compress_ratio": ratio, "length": length}
+        for name in ("learned", "untrained", "quest")
+        for ratio in (1, 2)
+        for length in (32, 50)
+    ]
+    (one,) = caveats({"scorers": told}, cells)
+    assert "both: distilled on documents of 32 tokens, used on 50" in one
+    assert len(caveats({"scorers": told}, cells, length=100)) == 2
+    assert caveats({}, cells) == []

@@ -82,6 +82,14 @@ def test_extrapolation_is_told(parts):
     assert "priced at 32" in shorter
 
 
+def test_weights_that_would_serve_longer_contexts_than_they_were_distilled_on_are_told(parts):
+    told = {"settings": None, "indexers": {}, "distilled": {"weights": "mine", "lengths": {"1": 64, "2": 64, "4": 64}}}
+    part = [shaped(parts[0], quest=told, mean_key=told)]
+    assert "distilled" not in text(recommend(part, Setting(DEVICE, 64), Wish(0.7)), part)
+    told = text(recommend(part, SETTING, Wish(0.7)), part)
+    assert "scorer.weights=mine: distilled on documents of 64 tokens, used on 640" in told
+
+
 def test_what_is_said_of_few_documents(parts):
     assert "3 documents were measured" in text(recommend(parts, SETTING, Wish(0.7)), parts)
     one = [shaped(tiny_results(documents=1))]

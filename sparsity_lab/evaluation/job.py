@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,7 +23,7 @@ from sparsity_lab.job import Workspace, build_scorer, provenance
 from sparsity_lab.measurement import ENVELOPE, measured_layers
 from sparsity_lab.models.hf import HFModel
 from sparsity_lab.models.sparse import SparseModel
-from sparsity_lab.results import write_table
+from sparsity_lab.results import ResultsError, write_table
 from sparsity_lab.scorers import Scorer
 from sparsity_lab.shape import described_scorers
 
@@ -63,7 +65,9 @@ class EvaluationWorkspace(Workspace):
         documents = self.documents(first.data, model, json.dumps(first.model, sort_keys=True))
         options = Options.read(first.config["evaluation"], first.measure)
         placed, described, failed = self._place(jobs, model, documents.source, options)
-        told = described_scorers({each.cell.scorer: each.scorer for each in placed.values()})
+        evaluation = Evaluation(model, documents, placed, options)
+        settings = {job.scorer_label: job.scorer for job in jobs}
+        told = described_scorers({each.cell.scorer: each.scorer for each in placed.values()}, settings)
         store = EvaluationStore(first.folder, {**provenance(first, model, documents), "scorers": told})
         store.register(described, failed)
         for cell in failed:
@@ -71,26 +75,19 @@ class EvaluationWorkspace(Workspace):
         if not placed:
             raise ValueError(failed[0]["reason"])
         try:
-            evaluation = Evaluation(model, documents, placed, options)
             with self.progress(f"{model.name}, {len(documents)} documents, {len(placed)} cells") as progress:
                 evaluation.run(store, progress=progress, say=log.warning)
             self._harness(first, model, placed, store)
             store.finish()
         except KeyboardInterrupt:
-            store.set_status("interrupted")
+            store.set_status(f"interrupted{evaluation.progress_made()}")
+            with contextlib.suppress(ResultsError):  # there is nothing yet
+                _write_tables(first.folder)
             raise
         except BaseException as error:
             store.set_status(f"failed: {str(error) or type(error).__name__}")
             raise
-        return self._written(first, evaluation)
-
-    def _written(self, job: Job, evaluation: Evaluation) -> EvaluationResults:
-        """The whole folder as tables for people; what this pass was for is returned."""
-        whole = load(job.folder)
-        tables = {"summary": whole.frame(), "by_layer": whole.by_layer(), "by_task": whole.by_task()}
-        for name, table in {**tables, "by_harness": whole.by_harness()}.items():
-            if not table.empty:
-                write_table(table, job.folder / f"{name}.csv")
+        whole = _write_tables(first.folder)
         return whole.only(key for key in evaluation.cells if key not in evaluation.failed)
 
     def _place(
@@ -137,6 +134,16 @@ class EvaluationWorkspace(Workspace):
         if not own:
             raise ValueError("every cell of this job failed; the manifest's failed_cells say why")
         return found.only(own)
+
+
+def _write_tables(folder: Path) -> EvaluationResults:
+    """Everything in a folder, as tables for people."""
+    whole = load(folder)
+    tables = {"summary": whole.frame(), "by_layer": whole.by_layer(), "by_task": whole.by_task()}
+    for name, table in {**tables, "by_harness": whole.by_harness()}.items():
+        if not table.empty:
+            write_table(table, folder / f"{name}.csv")
+    return whole
 
 
 def _check_length(cell: Cell, scorer: Scorer, length: int, layers: Sequence[int], num_layers: int) -> None:

@@ -127,7 +127,8 @@ def _facts(table: pd.DataFrame) -> list[str]:
     if table["dense_perplexity"].notna().any():
         parts.append(f"dense perplexity {table['dense_perplexity'].mean():.2f}")
     if table["retrieval"].notna().any():
-        parts.append(f"dense retrieval {table['dense_retrieval'].mean():.2f}")
+        tasks = plural(int(table["tasks"].max()), "task")
+        parts.append(f"dense retrieval {table['dense_retrieval'].mean():.2f} over {tasks}")
     if table["perplexity_difference_low"].notna().any():
         parts.append("bars: 95 % interval over documents")
     return parts

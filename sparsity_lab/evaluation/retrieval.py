@@ -120,6 +120,14 @@ def _mass(weight: Tensor, where: Tensor) -> float:
     return float((weight * where).sum(dim=-1).double().mean())
 
 
+def kept_mass(layers: list[dict[str, Any]]) -> float | None:
+    """Share of the dense mass on the needle that was attended, over all layers; None where there is none. Losses are
+    rounded and may add up to a hair more than the whole."""
+    total = sum(layer["dense_mass"] for layer in layers)
+    lost = sum(layer[f"{name}_lost"] for layer in layers for name in LOSSES)
+    return max(0.0, 1 - lost / total) if total else None
+
+
 def stage(found: float, layers: list[dict[str, Any]]) -> str:
     """Where an answer was lost: `found` if nothing is missing; `model` where the selections kept at least SEEN of the
     dense mass on the needle, over all layers; else the stage that lost most of it."""

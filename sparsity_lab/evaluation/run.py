@@ -109,6 +109,7 @@ class Evaluation:
         needles.check_options(options.tasks, self.lengths, options.depths, length)
         self.make_sparse = make_sparse or _sparse_model
         self.failed: dict[str, str] = {}
+        self.finished, self.asked = 0, 0  # documents and tasks that every cell is through with, and all of them
         self.layers = sorted({layer for placed in self.cells.values() for layer in placed.layers})
 
     def run(
@@ -132,15 +133,22 @@ class Evaluation:
         if self.options.perplexity:
             todo += [(d, [i for i in self.cells if (i, d.id) not in done]) for d in self.documents]
         todo += [(t, [i for i in self.cells if (i, t.id) not in answered]) for t in tasks]
-        if complete := sum(not ids for _, ids in todo):
+        complete = sum(not ids for _, ids in todo)
+        if complete:
             say(f"{complete} of {len(todo)} documents and tasks are in the results already")
         step, steps = 0, sum(len(ids) + 1 for _, ids in todo if ids)
-        for item, ids in todo:
-            for _ in self._item(item, ids, store, say) if ids else ():
+        self.finished, self.asked = complete, len(todo)
+        for item, ids in ((item, ids) for item, ids in todo if ids):
+            for _ in self._item(item, ids, store, say):
                 step += 1
                 progress(step, steps)
+            self.finished += 1
         if self.failed and len(self.failed) == len(self.cells):
             raise ValueError(next(iter(self.failed.values())))
+
+    def progress_made(self) -> str:
+        """What a status says of a run that was stopped."""
+        return f": {self.finished} of {self.asked} documents and tasks are finished" if self.asked else ""
 
     def _tasks(self) -> Iterator[Task]:
         o, first = self.options, self.documents.source.get("skip", 0)
@@ -206,15 +214,13 @@ class Evaluation:
         with runs.watch(trace):
             given = retrieval.answer(runs, task)
         layers = trace.layers(mass, given.rows(task))
-        total = sum(layer["dense_mass"] for layer in layers)
-        lost = sum(layer[f"{name}_lost"] for layer in layers for name in retrieval.LOSSES)
         row = {
             "cell_id": key, "task": task.id, "document": task.document, "document_index": task.document_index,
             "kind": task.kind, "task_length": task.length, "depth": task.depth, "answers": ", ".join(task.answers),
             "dense_text": dense.text, "text": given.text, "dense_score": dense.score, "score": given.score,
             "stage": retrieval.stage(given.score, layers),
             **{name: _mean([layer[name] for layer in layers]) for name in ("in_pool", "in_selection", "attended")},
-            "kept_mass": 1 - lost / total if total else None,
+            "kept_mass": retrieval.kept_mass(layers),
         }  # fmt: skip
         return {"traces": [{"cell_id": key, "task": task.id, **layer} for layer in layers], "retrieval": [row]}
 

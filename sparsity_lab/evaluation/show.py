@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsity_lab.console import fit, interval, number, plain_table, rich_table
 from sparsity_lab.evaluation.summary import EvaluationResults
-from sparsity_lab.figures.table import REUSE, pool_label
+from sparsity_lab.figures.table import REUSE, plural, pool_label
 
 HEADERS = {
     "perplexity_difference": "perplexity - dense",
@@ -71,4 +71,18 @@ def notes(results: EvaluationResults, table: pd.DataFrame) -> list[str]:
     for keys, group in tasks.groupby(["kind", "task_length"]) if len(tasks) else ():
         told = f"{keys[0]} in {keys[1]:,} tokens: dense score {number(group['dense_score'].mean())}"
         lines.append(told if group["informative"].all() else f"{told}, uninformative and left out of retrieval")
+    return lines + unfinished(results, table)
+
+
+def unfinished(results: EvaluationResults, table: pd.DataFrame) -> list[str]:
+    """What a run that was stopped, or cells added later, leave uneven; `table` as `results.frame` gives it."""
+    lines, tasks = [], results.tasks()
+    if left := tasks.loc[~tasks["finished"], "task"].nunique():
+        told = plural(tasks["task"].nunique(), "task")
+        lines.append(f"retrieval: {left} of {told} left out, not answered by every cell yet")
+    for (model, data, length), group in table.groupby(["model", "data", "length"]):
+        some = sorted(set(group["documents"]))
+        if len(some) > 1:
+            told = " or ".join(map(str, some))
+            lines.append(f"{model}, {data} x {length:,}: cells ran on {told} documents, so they differ by these, too")
     return lines

@@ -83,20 +83,37 @@ class EvaluationResults:
 
     def _retrieval(self) -> pd.DataFrame:
         table = self.tasks()
-        table = table[table["informative"]]
+        table = table[table["informative"] & table["finished"]]
         means = table.groupby(["cell_id", "document"])[["score", "dense_score"]].mean()
         means.columns = pd.Index(["retrieval", "dense_retrieval"])
         return means.assign(retrieval_difference=means["retrieval"] - means["dense_retrieval"])
 
     def tasks(self) -> pd.DataFrame:
         """A row a cell and task, with `informative`: whether dense reaches the threshold on tasks of this kind and
-        length, on average."""
+        length, on average; and `finished`: whether all cells have answered it (see `_finished`). Means are
+        over finished tasks, so cells are compared over the same ones, whenever a run was stopped."""
         table = self.tables["retrieval"]
         if table.empty:
-            return table.assign(informative=pd.Series(dtype=bool))
+            return table.assign(informative=pd.Series(dtype=bool), finished=pd.Series(dtype=bool))
         dense = table.drop_duplicates("task").groupby(["kind", "task_length"])["dense_score"].mean()
         keys = pd.MultiIndex.from_frame(table[["kind", "task_length"]])
-        return table.assign(informative=dense.reindex(keys).to_numpy() >= self.informative)
+        return table.assign(
+            informative=dense.reindex(keys).to_numpy() >= self.informative, finished=self._finished(table)
+        )
+
+    def _finished(self, table: pd.DataFrame) -> list[bool]:
+        """Whether a task was answered by every cell of the same model, data and length that answered any; a cell that
+        failed on the way is not waited for."""
+        failed = [{k: v for k, v in cell.items() if k != "reason"} for cell in self.manifest.get("failed_cells") or ()]
+        lost = [key for key, about in self.cells.items() if any(fields.items() <= about.items() for fields in failed)]
+        alike = ("model", "data", "length")
+        where = {key: str([about.get(name) for name in alike]) for key, about in self.cells.items()}
+        waited = table[~table["cell_id"].isin(lost)]
+        context = waited["cell_id"].map(where)
+        asked = context.map(waited.groupby(context)["cell_id"].nunique())
+        answered = waited.groupby([context, "task"])["cell_id"].transform("nunique")
+        whole = set(zip(context[answered == asked], waited.loc[answered == asked, "task"], strict=True))
+        return [key in whole for key in zip(table["cell_id"].map(where), table["task"], strict=True)]
 
     def frame(self, *, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
         """Tidy table, a row a cell: `dense_perplexity`, `perplexity`, METRICS each with `_low` and `_high`, counts of
@@ -117,7 +134,8 @@ class EvaluationResults:
             out[name] = np.nansum(arrays[name], axis=-1).astype(int)
         out["documents"] = np.isfinite(arrays["loss"]).sum(-1)
         tasks = self.tasks()
-        out["tasks"] = tasks[tasks["informative"]].groupby("cell_id").size().reindex(cells, fill_value=0).to_numpy()
+        counted = tasks[tasks["informative"] & tasks["finished"]]
+        out["tasks"] = counted.groupby("cell_id").size().reindex(cells, fill_value=0).to_numpy()
         return self._described(pd.DataFrame(out))
 
     def by_layer(self, *, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
@@ -126,8 +144,9 @@ class EvaluationResults:
 
     def by_task(self, *, resamples: int = 1000, seed: int = 0) -> pd.DataFrame:
         """Retrieval: a row a cell, kind and length of task: scores, how many misses were lost in which stage, and what
-        the selections held of the needle."""
+        the selections held of the needle, over finished tasks."""
         tasks = self.tasks()
+        tasks = tasks[tasks["finished"]]
         if tasks.empty:
             return pd.DataFrame()
         keys, values = (

@@ -8,8 +8,8 @@
     traces.parquet      by cell, task and layer: what the selection held of the needle
     harness.parquet     results of lm-evaluation-harness tasks, dense and by cell
     summary.csv         a row a cell, with 95 % intervals;  by_layer.csv, by_task.csv, by_harness.csv: by layer, kind
-                        of task, task of the harness
-    status              running, complete, or failed and why
+                        of task, task of the harness; written when a run ends or is interrupted
+    status              running, complete, interrupted and how much is finished, or failed and why
     parts/              what was measured since the tables were last written
 
 Cells, documents and tasks are added, never overwritten: running again computes what is missing.
