@@ -1,9 +1,10 @@
 """Cut the documents that the shipped indexers are trained and tested on, as token files for a machine without the text.
 
-python benchmarks/distill_tokens.py FOLDER
+python benchmarks/distill_tokens.py FOLDER [LENGTH]
 
-Writes <name>.npy (uint16 [documents, 2048]) for pydoc, stdlib, readme (the README texts in the installed packages'
-metadata) and pod (Perl's documentation, where Perl is installed), each cut as `sparsity_lab.data` cuts it with seed 0.
+Writes <name>.npy (uint16 [documents, LENGTH], 2048 unless told) for pydoc, stdlib, readme (the README texts in the
+installed packages' metadata) and pod (Perl's documentation, where Perl is installed), each cut as `sparsity_lab.data`
+cuts it with seed 0.
 The first HELD_OUT documents of every source, which are also the ones that experiments measure by default, go to
 <name>_test.npy; training never sees them.
 """
@@ -25,21 +26,21 @@ from sparsity_lab.documents import Documents
 LENGTH, HELD_OUT, MOST = 2048, 8, 400
 
 
-def cut(source: Callable[..., Documents], tokenizer: object) -> np.ndarray:
-    """As many documents as there are, at most MOST + HELD_OUT, uint16 [documents, LENGTH]."""
+def cut(source: Callable[..., Documents], tokenizer: object, length: int) -> np.ndarray:
+    """As many documents as there are, at most MOST + HELD_OUT, uint16 [documents, length]."""
     low, high = HELD_OUT + 1, MOST + HELD_OUT
     while low < high:  # a source says only that it holds too little, so the count is searched for
         middle = (low + high + 1) // 2
         try:
-            source(tokenizer, num_documents=middle, length=LENGTH)
+            source(tokenizer, num_documents=middle, length=length)
             low = middle
         except ValueError:
             high = middle - 1
-    documents = source(tokenizer, num_documents=low, length=LENGTH)
+    documents = source(tokenizer, num_documents=low, length=length)
     return np.stack([document.tokens.numpy() for document in documents]).astype(np.uint16)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, length: int = LENGTH) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
@@ -53,7 +54,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
         try:
-            tokens = cut(source, tokenizer)
+            tokens = cut(source, tokenizer, length)
         except ValueError as error:
             print(f"{name}: left out ({error})", file=sys.stderr)
             continue
@@ -63,4 +64,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

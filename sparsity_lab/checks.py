@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from sparsity_lab.cells import Candidate, Cell
 from sparsity_lab.dense import RowTile
-from sparsity_lab.metrics import METRICS, Truth, on_device
+from sparsity_lab.doubts import refuse
+from sparsity_lab.metrics import METRICS, Truth
+from sparsity_lab.selection import on_device, stacked
 
 # float32: a softmax row sums to 1 only within about 1e-6, and positions it ranks equal may differ in exact mass
 SLACK = 1e-5
@@ -72,13 +75,19 @@ def check_selections(
     }
     answered = ks <= on_device([choice.limit for choice in choices], order.device).view(1, -1, 1, 1)
     flags = torch.stack([bad.expand(values.shape[1:]) & answered for bad in broken.values()])
-    if not flags.any():  # one look at the device, not one a check
-        return
-    what, bad = next((what, bad) for what, bad in zip(broken, flags, strict=True) if bad.any())
-    k, choice, group, row = (int(x) for x in bad.nonzero()[0])
-    raise CheckError(
-        f"{what}: layer {tile.acts.layer}, row {int(tile.rows[row])}, group {group}, k {budgets[k]}, "
-        f"cell {choices[choice].example.label()}"
+    examples = [choice.example for choice in choices]
+    error = partial(_error, list(broken), flags, tile.acts.layer, tile.rows, budgets, examples)
+    refuse(flags.any(), error, tile.doubts)
+
+
+def _error(
+    names: Sequence[str], flags: Tensor, layer: int, rows: Tensor, budgets: Sequence[int], examples: Sequence[Cell]
+) -> CheckError:
+    """The first of the flags [check, K, P, g, R] that is raised, in words."""
+    what, k, choice, group, row = flags.nonzero()[0].tolist()
+    return CheckError(
+        f"{names[what]}: layer {layer}, row {int(rows[row])}, group {group}, k {budgets[k]}, "
+        f"cell {examples[choice].label()}"
     )
 
 
@@ -86,12 +95,14 @@ def _outside(order: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Whether a selection holds positions outside its pool, bool [P, g, R]; looked up on POOL_ROWS rows of the tile."""
     out = torch.zeros(order.shape[:-1], dtype=torch.bool, device=order.device)
     step = max(1, order.shape[2] // POOL_ROWS)
-    for i, choice in enumerate(choices):
-        if choice.pool is not None and choice.ranks is not None:
-            some = order[i, :, ::step]
-            at = some.clamp(min=0) // choice.pool.block_size
-            kept = choice.ranks[:, ::step].gather(-1, at) < choice.pool.topk_blocks
-            out[i, :, ::step] = (~kept & (some >= 0)).any(-1)
+    pools = [(i, c.pool, c.ranks[:, ::step]) for i, c in enumerate(choices) if c.pool and c.ranks is not None]
+    if pools:
+        at = on_device([i for i, _, _ in pools], order.device)
+        sizes = on_device([pool.block_size for _, pool, _ in pools], order.device).view(-1, 1, 1, 1)
+        kept = on_device([pool.topk_blocks for _, pool, _ in pools], order.device).view(-1, 1, 1, 1)
+        some = order[:, :, ::step].index_select(0, at)
+        rank = stacked([ranks for _, _, ranks in pools]).gather(-1, some.clamp(min=0) // sizes)
+        out[at, :, ::step] = ((rank >= kept) & (some >= 0)).any(-1)
     return out
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sparsity_lab import kernels
 from sparsity_lab.activations import LayerActivations, LeftOut
-from sparsity_lab.selection import as_mask, visible_lengths
+from sparsity_lab.doubts import Doubts
+from sparsity_lab.selection import as_mask, hidden_positions, visible_lengths
 
 T = TypeVar("T")
 SHARES = ("layer", "kv_head")
@@ -148,6 +149,7 @@ class RowTile:
     given: Tensor | None = None  # probabilities, where they are known; else they are the layer's own
     layer_cache: dict[Any, Any] = field(default_factory=dict)  # shared by the tiles of a layer
     number: int | None = None  # which of the layer's tiles this is; None = told by its first row
+    doubts: Doubts | None = None  # take up what is checked of the tile; None = checks look at once
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -207,6 +209,14 @@ class RowTile:
         """float32 [k, e, dv]."""
         return self.keep_for_layer("values", lambda: self.acts.values().float())
 
+    def visible(self, ratio: int) -> Tensor:
+        """Visible lengths of the rows, int64 [R]."""
+        return self.keep(("visible", ratio), lambda: visible_lengths(self.rows, ratio))
+
+    def hidden(self, ratio: int) -> Tensor:
+        """Compressed positions that the rows may not see, bool [R, n]."""
+        return self.keep(("hidden", ratio), lambda: hidden_positions(self.rows, ratio, self.length // ratio))
+
     def mean_mass(self, share: str) -> Tensor:
         """Mean over each group's heads, after the softmax, float32 [g, R, e]."""
 
@@ -257,7 +267,9 @@ class RowTile:
         return self.keep(("ranked_mass", share, ratio), make)
 
 
-def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, seed: int) -> Iterator[RowTile]:
+def row_tiles(
+    acts: LayerActivations, rows: Tensor, tile: int, document: str, seed: int, doubts: Doubts | None = None
+) -> Iterator[RowTile]:
     """Deal `rows` [n] out to tiles of at most `tile` rows.
 
     Every tile spreads over all of `rows` and the first holds the last row, so a check of the first tile has seen the
@@ -272,7 +284,8 @@ def row_tiles(acts: LayerActivations, rows: Tensor, tile: int, document: str, se
     layer_cache: dict[Any, Any] = {}
     tiles = -(-rows.numel() // tile)
     for number, first in enumerate(reversed(range(tiles))):
-        yield RowTile(acts, rows[first::tiles], document, seed, layer_cache=layer_cache, number=number)
+        part = rows[first::tiles].contiguous()
+        yield RowTile(acts, part, document, seed, layer_cache=layer_cache, number=number, doubts=doubts)
 
 
 def default_tile(heads: int, length: int, device: torch.device | None = None, budget: int = 2**26) -> int:
@@ -301,14 +314,15 @@ def with_less_memory(work: Callable[[int], T], tile: int, say: Callable[[str], N
 CHECKED_ROWS = 16  # of a tile whose mean masses come from a kernel
 
 
-def reconstruction_error(tile: RowTile) -> float:
-    """Relative difference between p @ v, over what the layer really attended to, and its own output on a tile's rows.
+def reconstruction_error(tile: RowTile) -> Tensor:
+    """Relative difference between p @ v, over what the layer really attended to, and its own output on a tile's rows,
+    float32 [].
 
     A wrong mask, scale, soft-cap, sink, window or head grouping shows here, whatever the model family. 0 for a
     recording without values: `record` compared them while it had them.
     """
     if isinstance(tile.acts.v, LeftOut):
-        return 0.0
+        return torch.zeros((), device=tile.rows.device)
     if tile.has_kernels:
         tile = _some_rows(tile)
     v, attended = tile.values, _attended(tile.acts, tile.rows)
@@ -317,17 +331,22 @@ def reconstruction_error(tile: RowTile) -> float:
     p = p.unflatten(0, (v.shape[0], -1)).flatten(1, 2)
     ours = torch.matmul(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
     theirs = tile.acts.output_rows(tile.rows).float()
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+    return (ours - theirs).norm() / theirs.norm().clamp_min(1e-30)
 
 
-def kernel_error(tile: RowTile) -> float:
-    """Largest difference between the kernel's mean masses and those of the probabilities, on some of a tile's rows."""
+def kernel_error(tile: RowTile) -> Tensor:
+    """Largest difference between the kernel's mean masses and those of the probabilities, on some of a tile's rows,
+    float32 []."""
     ours = tile.mean_mass("layer")[:, tile.spread(CHECKED_ROWS)]
-    return float((ours - _some_rows(tile).mean_mass("layer")).abs().amax())
+    return (ours - _some_rows(tile).mean_mass("layer")).abs().amax()
 
 
 def _some_rows(tile: RowTile) -> RowTile:
     """Up to CHECKED_ROWS of a tile's rows, the last among them, as a tile whose probabilities are all there."""
-    rows = tile.rows[tile.spread(CHECKED_ROWS)]
-    given = attention_probabilities(tile.acts, rows)
-    return RowTile(tile.acts, rows, tile.document, tile.seed, given, tile.layer_cache, tile.number)
+
+    def make() -> RowTile:
+        rows = tile.rows[tile.spread(CHECKED_ROWS)]
+        given = attention_probabilities(tile.acts, rows)
+        return RowTile(tile.acts, rows, tile.document, tile.seed, given, tile.layer_cache, tile.number)
+
+    return tile.keep("some rows", make)

@@ -74,8 +74,8 @@ def _kernel_scores(q: Tensor, k: Tensor, w: Tensor, relu: bool, visible: Tensor 
     if visible is None:
         visible = torch.full((q.shape[1],), k.shape[1], device=q.device)
     documents = zip(q.transpose(1, 2), k, w.transpose(1, 2), strict=True)
-    found = [index_scores(*one, visible, relu=relu).scores for one in documents]
-    return torch.stack([scores for scores in found if scores is not None])
+    found = [scores for one in documents if (scores := index_scores(*one, visible, relu=relu).scores) is not None]
+    return found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
 
 
 class Indexer(nn.Module):

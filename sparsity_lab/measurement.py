@@ -15,8 +15,9 @@ from sparsity_lab import __version__
 from sparsity_lab.activations import LayerActivations, ObservableModel
 from sparsity_lab.cells import Cell, cell_id, check_cell, index_sources, with_envelope
 from sparsity_lab.checks import CheckError
-from sparsity_lab.dense import default_tile, kernel_error, reconstruction_error, row_tiles, with_less_memory
+from sparsity_lab.dense import RowTile, default_tile, kernel_error, reconstruction_error, row_tiles, with_less_memory
 from sparsity_lab.documents import Document, Documents
+from sparsity_lab.doubts import Doubts, refuse
 from sparsity_lab.passes import DocumentPass, Tally
 from sparsity_lab.results import Results, Store, merge, tally_frame
 from sparsity_lab.scorers import BASELINES, Scorer
@@ -159,10 +160,12 @@ def measure_document(
     )  # fmt: skip
 
     def observe(acts: LayerActivations) -> None:
-        for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed)):
+        doubts = Doubts()
+        for i, part in enumerate(row_tiles(acts, rows, tile, document.id, plan.seed, doubts)):
             if checks and i == 0:
                 check_dense(part, model.dtype)
             evaluator.tile(part)
+        doubts.settle()
         if on_layer is not None:
             on_layer()
 
@@ -175,21 +178,24 @@ def measure_document(
     return tally_frame(columns)
 
 
-def check_dense(tile: Any, dtype: torch.dtype) -> None:
+def check_dense(tile: RowTile, dtype: torch.dtype) -> None:
     """Our probabilities times the values must give the layer's own output, else they describe another attention."""
-    error = reconstruction_error(tile)
-    limit = TOLERANCE.get(dtype, 3e-2)
-    if not error <= limit:
-        raise CheckError(
-            f"layer {tile.acts.layer}: attention rebuilt from its queries and keys differs from the model's own output "
-            f"by {error:.2e} (allowed {limit:.0e}): its mask or scaling is none that sparsity_lab knows, so nothing "
-            "measured there would be right"
-        )
-    if tile.has_kernels and not (error := kernel_error(tile)) <= KERNEL_TOLERANCE:
-        raise CheckError(
-            f"layer {tile.acts.layer}: the kernel's dense mass differs from plain PyTorch's by {error:.2e} (allowed "
-            f"{KERNEL_TOLERANCE:.0e}): set SPARSITY_LAB_KERNELS=0 to do without kernels"
-        )
+    _at_most(
+        TOLERANCE.get(dtype, 3e-2), reconstruction_error(tile), tile,
+        "attention rebuilt from its queries and keys differs from the model's own output by {:.2e} (allowed {:.0e}): "
+        "its mask or scaling is none that sparsity_lab knows, so nothing measured there would be right",
+    )  # fmt: skip
+    if tile.has_kernels:
+        _at_most(
+            KERNEL_TOLERANCE, kernel_error(tile), tile,
+            "the kernel's dense mass differs from plain PyTorch's by {:.2e} (allowed {:.0e}): set "
+            "SPARSITY_LAB_KERNELS=0 to do without kernels",
+        )  # fmt: skip
+
+
+def _at_most(limit: float, error: Tensor, tile: RowTile, text: str) -> None:
+    layer = tile.acts.layer  # a doubt must not keep the tile alive
+    refuse(~(error <= limit), lambda: CheckError(f"layer {layer}: {text.format(float(error), limit)}"), tile.doubts)
 
 
 def measure(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from sparsity_lab import kernels
 from sparsity_lab.dense import RowTile, exact, group_sum, per_group, sink_share
-from sparsity_lab.selection import DROPPED, NEG_INF, order_positions, visible_lengths
+from sparsity_lab.selection import DROPPED, NEG_INF, in_blocks, on_device, order_positions, visible_lengths
 
 METRICS = (
     "recall",
@@ -58,14 +57,14 @@ class Truth:
     raw_start: Tensor  # int64 [R]: first token attended raw
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
     outside: Tensor  # float64 [g, R, n + 1]: the part of D that raw_mass does not hold
-    _blocks: dict[int, Tensor] = field(default_factory=dict)
+    _blocks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def block_mass(self, block_size: int) -> Tensor:
-        """D of whole blocks, float64 [g, R, nb]; made once a size."""
+    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """D of whole blocks, float64 [g, R, nb], and the block of every place of the oracle's order, int64 [g, R, L],
+        0 where there is nothing; made once a size."""
         if block_size not in self._blocks:
-            mass = self.mass[..., :-1]
-            padded = F.pad(mass, (0, -mass.shape[-1] % block_size))
-            self._blocks[block_size] = padded.unflatten(-1, (-1, block_size)).sum(-1)
+            mass = in_blocks(self.mass[..., :-1], block_size, 0.0).sum(-1)
+            self._blocks[block_size] = mass, self.order.clamp(min=0) // block_size
         return self._blocks[block_size]
 
 
@@ -86,7 +85,7 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
         raise ValueError(f"selection.window={window}: layer {tile.acts.layer} has a raw window of {tile.acts.window}")
 
     def make() -> Truth:
-        visible = visible_lengths(tile.rows, ratio)
+        visible = tile.visible(ratio)
         start = raw_start(tile.rows, 1 if compressed else ratio, window)  # such a layer has no tail but its window
         # the window plays no part in O_k
         order = oracle_order(tile, share, ratio, kmax)
@@ -113,9 +112,7 @@ def _masses(tile: RowTile, share: str, ratio: int, visible: Tensor, start: Tenso
         from sparsity_lab.kernels.truth_masses import truth_masses
 
         return truth_masses(tile.mean_mass(share), tile.acts.positions(tile.rows), visible, start, ratio)
-    n = tile.length // ratio
-    hidden = torch.arange(n, device=visible.device) >= visible.unsqueeze(-1)
-    mass = F.pad(tile.mass(share, ratio).masked_fill(hidden, 0.0), (0, 1))
+    mass = F.pad(tile.mass(share, ratio).masked_fill(tile.hidden(ratio), 0.0), (0, 1))
     tokens = tile.token_mass(share)
     raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
     compressed = tile.acts.compressed is not None
@@ -128,8 +125,7 @@ def oracle_order(tile: RowTile, share: str, ratio: int, limit: int | None = None
 
     def make() -> Tensor:
         ranked = tile.ranked_mass(share, ratio)
-        hidden = torch.arange(ranked.shape[-1], device=ranked.device) >= visible_lengths(tile.rows, ratio).unsqueeze(-1)
-        return order_positions(ranked.masked_fill(hidden, NEG_INF), limit)
+        return order_positions(ranked.masked_fill(tile.hidden(ratio), NEG_INF), limit, tile.doubts)
 
     return tile.keep(("oracle's order", share, ratio, limit), make)
 
@@ -148,19 +144,21 @@ def within(budgets: Sequence[int], entries: int, device: torch.device) -> Tensor
     return (at < on_device(budgets, device)).double()
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Whole numbers as int64 on a device; the same ones are copied there once, since each copy waits for a GPU."""
-    return _on_device(tuple(numbers), device)
-
-
-@lru_cache(maxsize=512)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def first_of(sums: Tensor, budgets: Sequence[int]) -> Tensor:
+    """What running sums [..., L] have come to at every k (k beyond L: the last), [K, ...]."""
+    places = sums.shape[-1]
+    return sums.index_select(-1, on_device([min(k, places) - 1 for k in budgets], sums.device)).movedim(-1, 0)
 
 
 def ratio_or_nan(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Division that is NaN, not infinite, where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator, NAN)
+
+
+def quotients(**parts: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """`ratio_or_nan` of every pair, all in one shape."""
+    above, below = (torch.stack(torch.broadcast_tensors(*side)) for side in zip(*parts.values(), strict=True))
+    return dict(zip(parts, ratio_or_nan(above, below).unbind(), strict=True))
 
 
 def possible_hits(true: Truth, budgets: Sequence[int]) -> Tensor:
@@ -182,17 +180,18 @@ def selection_metrics(
     order: int64 [P, g, R, L]. Each value is float64 [K, P, g, R].
     """
     hits, kept, outside, raw_tokens, top1 = _sums_of(order, ratio, true, budgets)
-    last = on_device(budgets, order.device).clamp(max=true.best.shape[-1]) - 1
-    best = true.best.index_select(-1, last).movedim(-1, 0).unsqueeze(1).expand_as(kept)
+    best = first_of(true.best, budgets).unsqueeze(1).expand_as(kept)
     return {
         "hits": hits,
-        "recall": ratio_or_nan(hits, possible_hits(true, budgets)),
-        "coverage": ratio_or_nan(kept, true.total),
-        "oracle_coverage": ratio_or_nan(best, true.total),
-        "relative_coverage": ratio_or_nan(kept, best),
         "top1_hit": top1,
         "total_coverage": true.raw_mass + outside,
         "density": (raw_tokens + (rows + 1 - true.raw_start)) / (rows + 1),
+        **quotients(
+            recall=(hits, possible_hits(true, budgets)),
+            coverage=(kept, true.total),
+            oracle_coverage=(best, true.total),
+            relative_coverage=(kept, best),
+        ),
     }
 
 
@@ -224,10 +223,10 @@ class Pools:
 
 def pools_of(ranks: Tensor, topk_blocks: Sequence[int], block_size: int, true: Truth, budgets: Sequence[int]) -> Pools:
     """The pools of one source: the best `topk_blocks` blocks each, by int32 ranks [g, R, nb]."""
-    sizes = on_device(topk_blocks, ranks.device).view(-1, 1, 1, 1)
-    rank = ranks.gather(-1, true.order.clamp(min=0) // block_size).masked_fill_(true.order < 0, DROPPED)
-    hits = ((rank < sizes).double() @ within(budgets, rank.shape[-1], rank.device)).movedim(-1, 0)
-    return Pools(hits, (true.block_mass(block_size) * (ranks < sizes)).sum(-1))
+    sizes = on_device(topk_blocks, ranks.device, torch.int32).view(-1, 1, 1, 1)
+    mass, at = true.blocks(block_size)
+    held = (ranks.gather(-1, at) < sizes) & (true.order >= 0)
+    return Pools(first_of(held.cumsum(-1, dtype=torch.int32), budgets).double(), (mass * (ranks < sizes)).sum(-1))
 
 
 def pool_metrics(pools: Pools, hits: Tensor, true: Truth, budgets: Sequence[int]) -> dict[str, Tensor]:
@@ -236,11 +235,11 @@ def pool_metrics(pools: Pools, hits: Tensor, true: Truth, budgets: Sequence[int]
     hits: |S ∩ O_k| of the selections in these pools, float64 [K, P, g, R].
     """
     held = pools.oracle_hits
-    return {
-        "pool_recall": ratio_or_nan(held, possible_hits(true, budgets)),
-        "pool_coverage": ratio_or_nan(pools.mass.expand_as(held), true.total),
-        "in_pool_recall": ratio_or_nan(hits, held),
-    }
+    return quotients(
+        pool_recall=(held, possible_hits(true, budgets)),
+        pool_coverage=(pools.mass, true.total),
+        in_pool_recall=(hits, held),
+    )
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def detail(tile: RowTile, share: str, ratio: int, chosen: Tensor) -> Detail | No
     """Per-head truth for the tile's rows among `chosen`, None when it has none."""
 
     def make() -> Detail | None:
-        at = torch.isin(tile.rows, chosen).nonzero().squeeze(-1)
+        at = tile.keep("detail rows", lambda: torch.isin(tile.rows, chosen).nonzero().squeeze(-1))
         if at.numel() == 0:
             return None
         p = tile.probabilities_at(at)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparsity_lab import metrics
@@ -24,6 +23,7 @@ from sparsity_lab.dense import RowTile
 from sparsity_lab.metrics import METRICS, NAN, Truth
 from sparsity_lab.scorers import Scorer
 from sparsity_lab.selecting import Selector, Variant, variant_of
+from sparsity_lab.selection import on_device, stacked
 from sparsity_lab.topology import NativeSelection
 
 # Values are rounded to multiples of this before they are summed, so tallies are exact sums: they merge to the same
@@ -72,8 +72,8 @@ class Tally:
         into = torch.nn.functional.one_hot(bucket_of(rows), self.sums.shape[2]).double()
         kinds = torch.stack([visible > ks, (visible <= ks) & (visible > 0), (visible == 0).expand(len(ks), -1)])
         exact, defined = exact_values(values, kinds[0][:, None, None])
-        at, place = metrics.on_device(cells, rows.device), self.layers.index(layer)
-        at_k, at_pool = (metrics.on_device(index, rows.device) for index in places)
+        at, place = on_device(cells, rows.device), self.layers.index(layer)
+        at_k, at_pool = (on_device(index, rows.device) for index in places)
         self.sums[at, place] += (exact.sum(3) @ into)[:, at_k, at_pool].permute(1, 2, 0)
         self.counts[at, place] += (defined.double().sum(3) @ into)[:, at_k, at_pool].permute(1, 2, 0)
         self.rows[at, place] += (kinds.double() @ into)[:, at_k].permute(1, 2, 0) * values.shape[3]
@@ -183,14 +183,8 @@ class DocumentPass:
             check_selections(tile, choices, order, true, values, budgets)
         at_k = [budgets.index(self.cells[i].selection.topk) for i in cells]
         at_choice = [p for p, choice in enumerate(choices) for _ in choice.cells]
-        ks = metrics.on_device(budgets, order.device).unsqueeze(-1)
+        ks = on_device(budgets, order.device).unsqueeze(-1)
         self.tally.add(cells, tile.acts.layer, tile.rows, values, true.visible, ks, (at_k, at_choice))
-
-
-def stacked(orders: Sequence[Tensor]) -> Tensor:
-    """Orders [g, R, L] of whatever lengths as one, [P, g, R, longest], -1 where one has nothing more."""
-    longest = max(order.shape[-1] for order in orders)
-    return torch.stack([F.pad(order, (0, longest - order.shape[-1]), value=-1) for order in orders])
 
 
 def _pools(choices: Sequence[Choice], true: Truth, budgets: Sequence[int]) -> metrics.Pools:
@@ -201,9 +195,12 @@ def _pools(choices: Sequence[Choice], true: Truth, budgets: Sequence[int]) -> me
     for p, choice in enumerate(choices):
         if choice.pool is not None and choice.ranks is not None:
             of_source[id(choice.ranks), choice.pool.block_size].append((p, choice.pool, choice.ranks))
-    for (_, block_size), same in of_source.items():
-        sizes, ranks = [pool.topk_blocks for _, pool, _ in same], same[0][2]
-        pools = metrics.pools_of(ranks, sizes, block_size, true, budgets)
-        at = metrics.on_device([p for p, _, _ in same], held.device)
-        held[:, at], mass[at] = pools.oracle_hits, pools.mass
+    if of_source:
+        pools = [
+            metrics.pools_of(same[0][2], [pool.topk_blocks for _, pool, _ in same], block_size, true, budgets)
+            for (_, block_size), same in of_source.items()
+        ]
+        at = on_device([p for same in of_source.values() for p, _, _ in same], held.device)
+        held[:, at] = torch.cat([pool.oracle_hits for pool in pools], dim=1)
+        mass[at] = torch.cat([pool.mass for pool in pools])
     return metrics.Pools(held, mass)

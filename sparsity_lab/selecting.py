@@ -9,7 +9,7 @@ Shapes: g groups, R rows of a tile, n compressed positions, nb blocks, L places 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from sparsity_lab import kernels
 from sparsity_lab.cells import Candidate, Cell, cell_topology, index_sources
 from sparsity_lab.dense import RowTile
-from sparsity_lab.scorers import Scorer
-from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks, visible_lengths
+from sparsity_lab.metrics import oracle_order
+from sparsity_lab.scorers import Oracle, Recency, Scorer
+from sparsity_lab.selection import DROPPED, adjust_scores, order_positions, rank_blocks
 from sparsity_lab.topology import NativeSelection
 
 
@@ -58,11 +59,22 @@ def restrict(order: Tensor, ranks: Tensor, block_size: int, pools: Sequence[int]
 
 
 def _first_inside(order: Tensor, inside: Tensor, limit: int) -> Tensor:
-    keep = inside & (inside.cumsum(-1, dtype=torch.int32) <= limit)
+    count = inside.cumsum(-1, dtype=torch.int32)
+    keep = inside & (count <= limit)
     out = order.new_full((*order.shape[:-1], limit), -1)
-    filled = torch.arange(limit, device=order.device) < keep.sum(-1, keepdim=True)
+    filled = torch.arange(limit, device=order.device) < count[..., -1:]
     # both masks are walked row by row, so entries land in their own row, in order
     return out.masked_scatter_(filled, order.masked_select(keep))
+
+
+def newest_first(tile: RowTile, share: str, ratio: int, limit: int) -> Tensor:
+    """The order of `scorers.Recency`, int64 [g, R, min(limit, n)]."""
+    places = torch.arange(min(limit, tile.length // ratio), device=tile.rows.device)
+    return (tile.visible(ratio).unsqueeze(-1) - 1 - places).clamp_(min=-1).expand(tile.groups(share), -1, -1)
+
+
+# what scorers choose where nothing but visibility restricts them, if that is at hand without a sort of their scores
+KNOWN_ORDERS: dict[type, Callable[[RowTile, str, int, int], Tensor]] = {Oracle: oracle_order, Recency: newest_first}
 
 
 class Selector:
@@ -120,6 +132,9 @@ class Selector:
     def _choose(self, tile: RowTile) -> dict[Candidate | None, Tensor]:
         """Order the scores once; with a pool, what a walk along that order leaves of it."""
         v = self.variant
+        known = KNOWN_ORDERS.get(type(self.scorer))
+        if known is not None and self.pools == [None] and not v.sinks and v.excluded_window is None:
+            return {None: known(tile, v.share, v.ratio, self.limit)}
         scores = self.scorer.scores(tile, v.ratio, v.share)
         scores = adjust_scores(
             scores.expand(tile.groups(v.share), -1, -1),
@@ -128,10 +143,11 @@ class Selector:
             window=v.excluded_window or 0,
             exclude_window=v.excluded_window is not None,
             sinks=v.sinks,
+            hidden=tile.hidden(v.ratio),
         )
         self._publish(tile, scores)
         pools = list(dict.fromkeys(self.pool(tile.acts.layer, pool) for pool in self.pools))
-        order = order_positions(scores, self.limit if pools == [None] else None)
+        order = order_positions(scores, self.limit if pools == [None] else None, tile.doubts)
         found: dict[Candidate | None, Tensor] = {None: order[..., : self.limit]} if None in pools else {}
         of_source: dict[tuple[int, int], list[Candidate]] = defaultdict(list)
         for pool in pools:
@@ -147,5 +163,5 @@ class Selector:
     def _publish(self, tile: RowTile, scores: Tensor) -> None:
         layer = tile.acts.layer
         for block_size in {p.block_size for p in self.pools if p is not None and p.source_layer == layer}:
-            ranks = rank_blocks(scores, visible_lengths(tile.rows, self.variant.ratio), block_size)
-            self.block_ranks[layer, block_size, tile.place] = ranks
+            ranks = rank_blocks(scores, tile.visible(self.variant.ratio), block_size, tile.doubts)
+            self.block_ranks[layer, block_size, tile.place] = ranks.contiguous()

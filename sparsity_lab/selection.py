@@ -10,11 +10,15 @@ is -1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparsity_lab import kernels
+from sparsity_lab.doubts import Doubts, refuse
 
 NEG_INF = float("-inf")
 DROPPED = torch.iinfo(torch.int32).max  # the rank of a block that can never be kept
@@ -27,17 +31,45 @@ def visible_lengths(positions: Tensor, ratio: int) -> Tensor:
     return (positions + 1) // ratio
 
 
+def hidden_positions(positions: Tensor, ratio: int, n: int) -> Tensor:
+    """Which of n compressed positions the queries at `positions` [..., s] may not see, bool [..., s, n]."""
+    return torch.arange(n, device=positions.device) >= visible_lengths(positions, ratio).unsqueeze(-1)
+
+
 def as_mask(picks: Tensor, n: int) -> Tensor:
     """Where positions are picked: whole numbers [..., k], -1 = nothing -> bool [..., n]."""
     mask = torch.zeros(*picks.shape[:-1], n + 1, dtype=torch.bool, device=picks.device)
     return mask.scatter_(-1, picks.long().masked_fill(picks < 0, n), True)[..., :n]  # -1 lands in a spare column
 
 
-def _check_scores(scores: Tensor) -> None:
+def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Whole numbers on a device; the same ones are copied there once, since each copy waits for a GPU."""
+    return _on_device(tuple(numbers), device, dtype)
+
+
+@lru_cache(maxsize=512)
+def _on_device(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def padded(tensor: Tensor, width: int, value: float = 0) -> Tensor:
+    """The last axis filled up to `width`; the tensor itself where nothing lacks (`F.pad` would copy it)."""
+    lacking = width - tensor.shape[-1]
+    return F.pad(tensor, (0, lacking), value=value) if lacking else tensor
+
+
+def stacked(orders: Sequence[Tensor]) -> Tensor:
+    """P orders [..., L] of whatever lengths as one, [P, ..., longest], -1 where one has nothing more."""
+    longest = max(order.shape[-1] for order in orders)
+    return torch.stack([padded(order, longest, -1) for order in orders])
+
+
+def _check_scores(scores: Tensor, doubts: Doubts | None) -> None:
     if scores.dtype != torch.float32:
         raise ValueError(f"scores.dtype={scores.dtype}: scores are ranked in float32 (lower precision makes ties)")
-    if scores.numel() and torch.isnan(scores.amax()):
-        raise ValueError("scores contain NaN: a NaN has no rank; look for it where the scores are made")
+    if scores.numel():
+        text = "scores contain NaN: a NaN has no rank; look for it where the scores are made"
+        refuse(scores.amax().isnan(), lambda: ValueError(text), doubts)
 
 
 def _sort_keys(scores: Tensor) -> Tensor:
@@ -46,7 +78,6 @@ def _sort_keys(scores: Tensor) -> Tensor:
     The upper half is the float32 pattern mapped monotonically to int32 and turned round (-0 counts as +0), the lower
     half the position. Distinct keys make any sort or partition deterministic, on every device.
     """
-    _check_scores(scores)
     bits = (scores + 0.0).view(torch.int32)
     keys = torch.empty(scores.shape, dtype=torch.int64, device=scores.device)
     halves = keys.view(torch.int32).unflatten(-1, (scores.shape[-1], 2))  # little-endian: the lower half comes first
@@ -56,17 +87,19 @@ def _sort_keys(scores: Tensor) -> Tensor:
     return keys
 
 
-def order_positions(scores: Tensor, limit: int | None = None) -> Tensor:
+def order_positions(scores: Tensor, limit: int | None = None, doubts: Doubts | None = None) -> Tensor:
     """Positions by falling score, ties to the lowest position; -inf positions are unreachable and become -1.
 
     Args:
         scores: float32 [..., n].
         limit: only the best `limit` are needed (default: all n).
+        doubts: take up whether scores hold NaN (default: look at once).
     Returns:
         int64 [..., min(limit, n)], reachable positions first, then -1.
     Raises:
         ValueError: scores are not float32 or hold NaN.
     """
+    _check_scores(scores, doubts)
     n = scores.shape[-1]
     limit = n if limit is None else min(limit, n)
     if scores.device.type != "cpu":
@@ -82,7 +115,6 @@ def order_positions(scores: Tensor, limit: int | None = None) -> Tensor:
 
 def _order_on_device(scores: Tensor, limit: int) -> Tensor:
     """The same order by a stable sort, which keeps equal scores by position, of all scores or of the best `limit`."""
-    _check_scores(scores)
     if limit == scores.shape[-1] or not kernels.usable(scores):
         scores, order = (scores + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0 counts as +0
         scores, order = scores[..., :limit], order[..., :limit]
@@ -102,6 +134,7 @@ def adjust_scores(
     window: int = 0,
     exclude_window: bool = False,
     sinks: int = 0,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """The scores as the selection sees them: unreachable positions at -inf, options applied.
 
@@ -110,8 +143,8 @@ def adjust_scores(
         window: tokens always attended raw (only used by `exclude_window`).
         exclude_window: leave out positions whose tokens all lie in the window (they cost budget and add nothing).
         sinks: this many first positions are always kept; they take part of the budget.
+        hidden: `hidden_positions` of the rows, if it is at hand.
     """
-    lengths = visible_lengths(positions, ratio).unsqueeze(-1)
     j = torch.arange(scores.shape[-1], device=scores.device)
     out = scores
     if sinks:
@@ -119,23 +152,31 @@ def adjust_scores(
     if exclude_window:
         first_in_window = (positions - window + 1).unsqueeze(-1)
         out = out.masked_fill((j * ratio >= first_in_window) & (j >= sinks), NEG_INF)
-    return out.masked_fill(j >= lengths, NEG_INF)
+    if hidden is None:
+        hidden = hidden_positions(positions, ratio, scores.shape[-1])
+    return out.masked_fill(hidden, NEG_INF)
 
 
 def block_scores(scores: Tensor, block_size: int) -> Tensor:
     """Best score of every block of `block_size` neighbours, [..., n] -> [..., ceil(n / block_size)]."""
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1")
-    padded = F.pad(scores, (0, -scores.shape[-1] % block_size), value=NEG_INF)
-    return padded.unflatten(-1, (-1, block_size)).amax(-1)
+    return in_blocks(scores, block_size, NEG_INF).amax(-1)
 
 
-def rank_blocks(scores: Tensor, lengths: Tensor | int, block_size: int) -> Tensor:
+def in_blocks(values: Tensor, block_size: int, filling: float) -> Tensor:
+    """Neighbours by block, the last one filled up: [..., n] -> [..., ceil(n / block_size), block_size]."""
+    n = values.shape[-1]
+    return padded(values, n + -n % block_size, filling).unflatten(-1, (-1, block_size))
+
+
+def rank_blocks(scores: Tensor, lengths: Tensor | int, block_size: int, doubts: Doubts | None = None) -> Tensor:
     """Rank of every block: 0 is the newest visible block (pinned), then by falling block score.
 
     Args:
         scores: float32 [..., n], unreachable positions at -inf.
         lengths: visible length, an int or a tensor that broadcasts to the leading axes of `scores`.
+        doubts: see `order_positions`.
     Returns:
         int32 [..., nb]; blocks with nothing reachable have rank DROPPED.
     """
@@ -144,7 +185,7 @@ def rank_blocks(scores: Tensor, lengths: Tensor | int, block_size: int) -> Tenso
     newest = ((lengths - 1) // block_size).unsqueeze(-1)
     # Python-style floor: length 0 gives block -1, so nothing is pinned
     blocks = blocks.masked_fill(torch.arange(blocks.shape[-1], device=scores.device) == newest, float("inf"))
-    order = order_positions(blocks)
+    order = order_positions(blocks, doubts=doubts)
     places = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device).expand_as(order)
     spare = order.shape[-1]  # -1 entries are written to a spare column
     ranks = torch.full((*order.shape[:-1], spare + 1), DROPPED, dtype=torch.int32, device=order.device)

@@ -32,7 +32,7 @@ def test_plain_script_agrees_with_the_library(tmp_path):
     """Recency at ratio 1, every row: the script's numbers are ours."""
     import sparsity_lab as sl
 
-    model = sl.load_model(str(make("llama", tmp_path)))
+    model = sl.load_model(str(make("llama", tmp_path)), device="cpu")
     docs = sl.data.pydoc(model.tokenizer, num_documents=1, length=64)
     cells = grid("recency", topk=[4, 9], compress_ratio=1)
     before = model.model.config._attn_implementation

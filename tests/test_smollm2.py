@@ -37,7 +37,7 @@ def model():
         folder = smollm2_folder()
     except AssetError as problem:
         pytest.skip(f"the SmolLM2 weights cannot be fetched here: {problem}")
-    return load(str(folder), name="smollm2")
+    return load(str(folder), name="smollm2", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparsity_lab.selection import padded
 
 
 class Config(NamedTuple):
@@ -33,7 +34,7 @@ def lines(tensor: Tensor, height: int) -> TensorDescriptor:
     """A tensor [..., d] as lines of d channels, of which a kernel fetches `height` at once, channels padded with zeros
     to a power of two. Lines past an axis' end are the next ones in memory, past the last one zeros."""
     width = tensor.shape[-1]
-    tensor = F.pad(tensor, (0, -width % (16 // tensor.element_size())))  # the copy engine moves 16 bytes at a time
+    tensor = padded(tensor, width + -width % (16 // tensor.element_size()))  # the copy engine moves 16 bytes at a time
     flat = tensor.reshape(-1, tensor.shape[-1]).contiguous()
     return TensorDescriptor.from_tensor(flat, [height, max(16, triton.next_power_of_2(width))])
 

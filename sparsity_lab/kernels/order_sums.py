@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsity_lab.selection import on_device
+
 STEP = 512  # places a program looks at together
 
 
@@ -73,7 +75,7 @@ def order_sums(
     lines, count = groups * rows, len(budgets)
     out = torch.empty(5, count, selections, groups, rows, dtype=torch.float64, device=order.device)
     if out.numel():
-        ks = torch.tensor(budgets, dtype=torch.int32, device=order.device)
+        ks = on_device(budgets, order.device, torch.int32)
         _sums_kernel[(lines, selections)](
             order.contiguous(), rank.contiguous(), mass.contiguous(), outside.contiguous(),
             raw_start.expand(groups, rows).contiguous(), ks, out, lines, places, mass.shape[-1], ratio,

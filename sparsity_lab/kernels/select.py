@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsity_lab.selection import on_device
+
 STEP = 1024  # entries a program looks at together
 
 
@@ -87,7 +89,7 @@ def restrict(order: Tensor, ranks: Tensor, block_size: int, pools: Sequence[int]
         order: int64 [..., n], -1 where nothing; ranks: int32 [..., nb], ranks of the source's blocks.
         pools: how many of the best blocks each of the P pools holds.
     """
-    topk_blocks = torch.tensor(pools, dtype=torch.int32, device=order.device)
+    topk_blocks = on_device(pools, order.device, torch.int32)
     flat, block_ranks = order.flatten(0, -2).contiguous(), ranks.flatten(0, -2).contiguous()
     rows, n = flat.shape
     out = torch.empty(len(pools), rows, limit, dtype=torch.int64, device=order.device)
