@@ -33,7 +33,7 @@ if [ "${PREFLIGHT:-0}" = 1 ]; then
     exit
 fi
 timeout -s INT $((end - SECONDS - 10)) "$python" experiments/pretrain.py "experiment=pretrain/$EXPERIMENT" \
-    "name=$NAME" "results_dir=$KEEP" "recipe.seconds=$((SECONDS_LEFT - RESERVE))" ${ARGS:-} 2>&1 |
+    "name=$NAME" "results_dir=$KEEP" recipe.steps=null "recipe.seconds=$((SECONDS_LEFT - RESERVE))" ${ARGS:-} 2>&1 |
     tee -a "$run/training.log"
 left=$((end - SECONDS - 5))
 if [ -d "$run/model" ] && ((left > 10)); then

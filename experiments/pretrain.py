@@ -1,8 +1,9 @@
-"""Train a DeepSeek V4.1 model from random weights on the text of this machine.
+"""Train a DeepSeek V4.1 model on the text of this machine, from random weights or from a checkpoint.
 
 python experiments/pretrain.py experiment=pretrain/smoke
-python experiments/pretrain.py experiment=pretrain/v41_mini recipe.seconds=520
+python experiments/pretrain.py experiment=pretrain/v41_mini
 torchrun --nproc-per-node 4 experiments/pretrain.py experiment=pretrain/v41_mini
+python experiments/pretrain.py experiment=pretrain/indexers model.path=results/pretrain/v41_mini/model
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparsity_lab.models.deepseek_v41.parallel import launched, own_device
 from sparsity_lab.models.loading import resolve_device
 from sparsity_lab.pretrain import Pretrainer
 from sparsity_lab.pretrain_data import Batches
-from sparsity_lab.pretrain_model import model_config
+from sparsity_lab.pretrain_model import model_config, starting_folder
 from sparsity_lab.pretrain_prepare import TextSettings, prepare
 from sparsity_lab.pretrain_recipe import PretrainRecipe, compute_dtype
 from sparsity_lab.pretrain_run import PretrainRun, PretrainSchedule
@@ -33,18 +34,21 @@ log = logging.getLogger("sparsity_lab")
 def main(cfg: DictConfig) -> float:
     settings = config.resolve(cfg)
     shard, model = launched(), model_config(settings["model"], settings["shape"])
+    start = starting_folder(settings["model"])
     device = resolve_device(own_device(shard, settings["model"]["device"]))
     recipe = PretrainRecipe(**settings["recipe"], dtype=compute_dtype(settings["model"]["dtype"], device))
     folder = Path(settings["results_dir"]) / settings["experiment_name"] / settings["name"]
     data = dict(settings["data"])
     shares = data.pop("shares")
     with shard.first():
-        prepared = prepare(folder / "data", TextSettings(**data), vocab_size=model.vocab_size, length=recipe.length)
+        prepared = prepare(
+            folder / "data", TextSettings(**data), vocab_size=model.vocab_size, length=recipe.length, start=start
+        )
     batches = Batches(
         prepared.streams, shares, recipe.sequences, recipe.length, model.vocab_size,
         seed=recipe.seed, rank=shard.rank, world=shard.world,
     )  # fmt: skip
-    trainer = Pretrainer(model, recipe, device, shard)
+    trainer = Pretrainer(model, recipe, device, shard, start)
     with console.progress(f"pretraining {settings['name']}") as progress:
         run = PretrainRun(
             trainer, batches, prepared, folder, PretrainSchedule(**settings["schedule"]),

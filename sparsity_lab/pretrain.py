@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -79,27 +80,39 @@ class Pretrainer:
 
     Args:
         shard: this process's place among those of torchrun; each has a whole model and a part of every batch.
+        start: folder of a checkpoint to start from; None = random weights.
     Raises:
         ValueError: a model that this code does not train, or a recipe that does not fit it.
     """
 
     def __init__(
-        self, config: DeepseekV41Config, recipe: PretrainRecipe, device: torch.device, shard: Shard | None = None
+        self,
+        config: DeepseekV41Config,
+        recipe: PretrainRecipe,
+        device: torch.device,
+        shard: Shard | None = None,
+        start: Path | None = None,
     ) -> None:
         if config.engram is not None:
             raise ValueError("model.engram: a model with n-gram tables cannot be trained here")
+        if recipe.frozen and start is None:
+            raise ValueError("recipe.train=indexers: needs a trained model in model.path (or model=v41_mini)")
         if recipe.length > config.max_position_embeddings:
             raise ValueError(
                 f"recipe.length={recipe.length}: the model takes at most {config.max_position_embeddings} tokens"
             )
         self.config, self.recipe, self.device, self.shard = config, recipe, device, shard or Shard()
+        self.start = start
         self.notes: list[str] = []  # what was chosen because something did not work here
         self.reset()
 
     def reset(self) -> None:
         """Go back to the beginning."""
         recipe = self.recipe
-        self.model = first_model(self.config, recipe.seed, self.device)
+        self.model = first_model(self.config, recipe.seed, self.device, self.start)
+        if recipe.frozen:
+            for name, p in self.model.named_parameters():
+                p.requires_grad_(pretrain_optim.is_indexer(name))
         blocks = cast(list[Block], list(self.model.model.layers))
         for block in blocks:
             block.ffn.experts.every = recipe.every_expert
@@ -174,7 +187,8 @@ class Pretrainer:
             for shared in (self.loads, language, index):
                 dist.all_reduce(shared)
             language, index = language / self.shard.world, index / self.shard.world
-        self._balance()
+        if not recipe.frozen:
+            self._balance()
         imbalance = (self.loads.amax(-1) / self.loads.mean(-1)).mean()
         return {"language": language, "index": index, "imbalance": imbalance, "norm": norms[0].detach()}
 

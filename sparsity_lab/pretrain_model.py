@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsity_lab.models.deepseek_v41 import DeepseekV41Config, DeepseekV41Model, size_config
+from sparsity_lab.models.deepseek_v41.checkpoint import load_checkpoint, located, read_config
 from sparsity_lab.models.deepseek_v41.init import random_model
 from sparsity_lab.models.deepseek_v41.layout import build
 from sparsity_lab.models.deepseek_v41.parallel import SINGLE
+from sparsity_lab.pretrain_optim import is_indexer
 
 EMBED_SCALE, HEAD_SCALE = 0.3, 0.5  # of the first weights, relative to those of `random_model`
 
 
+def starting_folder(settings: Mapping[str, Any]) -> Path | None:
+    """Where `model.path` is; None for a model that starts from random weights."""
+    return None if settings.get("path") is None else located(settings["path"])
+
+
 def model_config(settings: Mapping[str, Any], shape: Mapping[str, Any]) -> DeepseekV41Config:
-    """The configuration of a new model: a named size, its storage formats, and fields given one by one.
+    """The configuration of the model to train: a checkpoint's or a named size's, its storage formats, and fields given
+    one by one.
 
     Raises:
-        ValueError: a checkpoint is named, or a field that does not exist or fit.
+        ValueError: no checkpoint there, or a field that does not exist or fit.
     """
-    if settings.get("path") is not None:
-        raise ValueError(f"model.path={settings['path']}: pretraining starts from random weights; leave it out")
-    fields = size_config(settings["size"]).describe()
+    start = starting_folder(settings)
+    fields = (size_config(settings["size"]) if start is None else read_config(start)).describe()
     unknown = sorted(set(shape) - set(fields))
     if unknown:
         raise ValueError(f"shape.{unknown[0]}: no field of a DeepSeek V4.1 model; it has {', '.join(fields)}")
@@ -31,8 +39,19 @@ def model_config(settings: Mapping[str, Any], shape: Mapping[str, Any]) -> Deeps
     return DeepseekV41Config.from_dict({**fields, **formats, **shape})
 
 
-def first_model(config: DeepseekV41Config, seed: int, device: torch.device) -> DeepseekV41Model:
-    """Random weights from which training starts: sublayers add nothing at first, logits are small."""
+def first_model(
+    config: DeepseekV41Config, seed: int, device: torch.device, start: Path | None = None
+) -> DeepseekV41Model:
+    """The weights from which training starts: a checkpoint's, or random ones with which sublayers add nothing at first
+    and logits are small.
+
+    Args:
+        start: folder of the checkpoint; indexers of another shape than its own start anew.
+    Raises:
+        ValueError: anything else differs in shape.
+    """
+    if start is not None:
+        return _from_checkpoint(config, seed, device, start)
     model = random_model(config, seed=seed, device=device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -40,6 +59,19 @@ def first_model(config: DeepseekV41Config, seed: int, device: torch.device) -> D
                 p.zero_()
         model.model.embed.weight.mul_(EMBED_SCALE)
         model.lm_head.weight.mul_(HEAD_SCALE)
+    return model
+
+
+def _from_checkpoint(config: DeepseekV41Config, seed: int, device: torch.device, start: Path) -> DeepseekV41Model:
+    model = random_model(config, seed=seed, device=device)
+    found = dict(load_checkpoint(start, device=device).named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in found and found[name].shape == p.shape:
+                p.copy_(found[name])
+            elif not is_indexer(name):
+                have = list(found[name].shape) if name in found else "none"
+                raise ValueError(f"shape: {name} would be {list(p.shape)}, in {start} it is {have}")
     return model
 
 
@@ -53,9 +85,10 @@ def in_bfloat16(model: DeepseekV41Model) -> DeepseekV41Model:
     return copy
 
 
-def flops_per_token(config: DeepseekV41Config, length: int) -> float:
-    """Of training, forward and backward: matrices that a token really uses, and causal attention to everything visible;
-    what is computed beyond that (experts not chosen, the indexers' selection) does not count as work done."""
+def flops_per_token(config: DeepseekV41Config, length: int, *, backward: bool = True) -> float:
+    """Of training, forward and backward (a frozen model: forward): matrices that a token really uses, and causal
+    attention to everything visible; what is computed beyond that (experts not chosen, the indexers' selection) does not
+    count as work done."""
     with torch.device("meta"):
         model = DeepseekV41Model(config)
     used = 0.0
@@ -64,7 +97,8 @@ def flops_per_token(config: DeepseekV41Config, length: int) -> float:
             continue
         used += p.numel() * (config.num_experts_per_tok / config.n_routed_experts if ".experts." in name else 1)
     keys = sum(config.sliding_window + (length / 2 / ratio if ratio else 0) for ratio in config.compress_ratios)
-    return 6 * used + 12 * config.num_attention_heads * config.head_dim * keys
+    forward = 2 * used + 4 * config.num_attention_heads * config.head_dim * keys
+    return forward * (3 if backward else 1)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -109,7 +109,7 @@ def make(
         if params
     }
     fused = named[0][1].is_cuda
-    if optimiser == "muon":
+    if optimiser == "muon" and "matrices" in made:
         muon = Muon([made.pop("matrices")], lr=lr)
         return [muon, torch.optim.AdamW(list(made.values()), lr=lr, betas=BETAS, fused=fused)]
     return [torch.optim.AdamW(list(made.values()), lr=lr, betas=BETAS, fused=fused)]

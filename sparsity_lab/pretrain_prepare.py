@@ -10,6 +10,7 @@ corpus.json         the settings, and every package taken or refused with versio
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import Counter
@@ -72,15 +73,20 @@ class Prepared:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def prepare(folder: Path, settings: TextSettings, *, vocab_size: int, length: int) -> Prepared:
+def prepare(
+    folder: Path, settings: TextSettings, *, vocab_size: int, length: int, start: Path | None = None
+) -> Prepared:
     """Take what the folder holds, or make it.
 
+    Args:
+        start: checkpoint folder whose tokenizer is used; None = train one.
     Raises:
-        ValueError: too little text; a folder made with other settings.
+        ValueError: too little text; a folder made with other settings; a checkpoint without a tokenizer.
     """
-    wanted = json.loads(json.dumps({**vars(settings), "vocab_size": vocab_size, "length": length}))
+    given = {"vocab_size": vocab_size, "length": length, "tokenizer": _digest(start)}
+    wanted = json.loads(json.dumps({**vars(settings), **given}))
     if not (folder / "corpus.json").exists():
-        _make(folder, settings, wanted, vocab_size, length)
+        _make(folder, settings, wanted, vocab_size, length, start)
     return _load(folder, wanted)
 
 
@@ -104,7 +110,25 @@ def _load(folder: Path, wanted: Mapping[str, Any]) -> Prepared:
     return Prepared(tokenizer, streams, held_out, corpus)
 
 
-def _make(folder: Path, settings: TextSettings, wanted: dict[str, Any], vocab_size: int, length: int) -> None:
+def _digest(start: Path | None) -> str | None:
+    """Of a checkpoint's tokenizer."""
+    if start is None:
+        return None
+    if not (start / "tokenizer.json").is_file():
+        raise ValueError(f"model.path={start}: holds no tokenizer.json, which training needs")
+    return hashlib.sha256((start / "tokenizer.json").read_bytes()).hexdigest()[:16]
+
+
+def _make(
+    folder: Path,
+    settings: TextSettings,
+    wanted: dict[str, Any],
+    vocab_size: int,
+    length: int,
+    start: Path | None,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     log.info("collecting text")
     corpus = collect(settings.max_package_bytes, settings.stdlib, settings.packages)
     if settings.files is not None:
@@ -113,10 +137,14 @@ def _make(folder: Path, settings: TextSettings, wanted: dict[str, Any], vocab_si
     if not train or not held:
         raise ValueError(f"data: {len(corpus.files)} files of text are too few; allow more packages or give data.files")
     log.info(
-        "%d files, %.1f MB of %d packages; training the tokenizer",
+        "%d files, %.1f MB of %d packages%s",
         len(corpus.files), sum(file.size for file in corpus.files) / 1e6, len(corpus.packages),
+        "; training the tokenizer" if start is None else "",
     )  # fmt: skip
-    tokenizer = train_tokenizer(train, vocab_size, settings.tokenizer_bytes)
+    if start is None:
+        tokenizer = train_tokenizer(train, vocab_size, settings.tokenizer_bytes)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     log.info("encoding")
     streams = {kind: encode_files(tokenizer, [f for f in train if f.kind == kind]) for kind in STREAMS}
     held_out = {
@@ -147,8 +175,6 @@ def _make(folder: Path, settings: TextSettings, wanted: dict[str, Any], vocab_si
 
 def _add_files(corpus: Corpus, path: str) -> None:
     """Text files of the user's own, whatever their licence."""
-    import hashlib
-
     seen = {file.digest for file in corpus.files}
     added = 0
     for _, file in textfiles.find(path, "data.files"):

@@ -10,6 +10,7 @@ import torch
 
 from sparsity_lab.pretrain_attention import Stage
 
+TRAINED = ("all", "indexers")
 OPTIMISERS = ("muon", "adamw")
 DTYPES = ("bfloat16", "float32")
 
@@ -26,6 +27,7 @@ class PretrainRecipe:
     seconds: float | None = None
     sequences: int = 8
     length: int = 4096
+    train: str = "all"
     optimiser: str = "muon"
     lr: float = 3e-3
     index_lr: float = 1e-3
@@ -64,7 +66,7 @@ class PretrainRecipe:
             raise ValueError(f"recipe.dense={self.dense}, recipe.sparse={self.sparse}: must add up to at most 1")
         if self.tile % self.stride:
             raise ValueError(f"recipe.tile={self.tile}: must be a multiple of recipe.stride={self.stride}")
-        for name, allowed in (("optimiser", OPTIMISERS), ("dtype", DTYPES)):
+        for name, allowed in (("train", TRAINED), ("optimiser", OPTIMISERS), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"recipe.{name}={getattr(self, name)!r}: must be one of {', '.join(allowed)}")
 
@@ -73,6 +75,11 @@ class PretrainRecipe:
         if step < round(self.dense * steps):
             return "dense"
         return "sparse" if step < round((self.dense + self.sparse) * steps) else "pool"
+
+    @property
+    def frozen(self) -> bool:
+        """Whether everything but the indexers stays as it is."""
+        return self.train == "indexers"
 
     def rate(self, step: int, steps: int) -> float:
         """Factor of all peak learning rates: up in `warmup` steps, constant, down to 0 over the last `decay` of all."""

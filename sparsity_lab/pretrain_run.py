@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparsity_lab.distill_folder import RunFolder
 from sparsity_lab.models.deepseek_v41.checkpoint import save_checkpoint
+from sparsity_lab.models.loading import fingerprint
 from sparsity_lab.pretrain import Pretrainer
 from sparsity_lab.pretrain_attention import Stage
 from sparsity_lab.pretrain_data import Batches, token_bytes
@@ -101,6 +102,7 @@ class PretrainRun:
             "recipe": recipe,
             "data": {"shares": dict(batches.shares), "digest": prepared.corpus["digest"]},
             "world": trainer.shard.world,
+            "start": None if trainer.start is None else fingerprint(str(trainer.start)),
         }
         self.folder = RunFolder(folder, json.loads(json.dumps(identity)), "a pretraining")
 
@@ -257,8 +259,8 @@ class PretrainRun:
         tokens = recipe.sequences * recipe.length
         speed = (at.step - before["step"]) * tokens / max(at.seconds - before["seconds"], 1e-9)
         peak = peak_flops(self.trainer.device)
-        work = flops_per_token(self.trainer.config, recipe.length) * speed / self.trainer.shard.world
-        share = work / peak if peak else None
+        work = speed * flops_per_token(self.trainer.config, recipe.length, backward=not recipe.frozen)
+        share = work / self.trainer.shard.world / peak if peak else None
         coverages = [value for name, value in found.items() if name.startswith("coverage_")]
         row = {
             "step": at.step,
@@ -308,6 +310,7 @@ class PretrainRun:
             "training": training,
             "held_out": figures,
             "corpus": self.prepared.corpus,
+            "start": earlier(trainer.start),
             **machine(),
         }
         write_text(path / "record.json", json.dumps(record, indent=1) + "\n")
@@ -316,3 +319,9 @@ class PretrainRun:
             raise _TimeUp
         self.folder.finish(record)
         return figures["bits_pool"]
+
+
+def earlier(start: Path | None) -> Any:
+    """The record of the training that made the weights from which this one starts; None where there is none."""
+    file = None if start is None else start / "record.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None

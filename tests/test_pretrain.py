@@ -19,6 +19,7 @@ from sparsity_lab.models.deepseek_v41 import load
 from sparsity_lab.pretrain import Pretrainer
 from sparsity_lab.pretrain_model import flops_per_token, model_config
 from sparsity_lab.pretrain_optim import kind_of, orthogonalised
+from sparsity_lab.pretrain_prepare import TextSettings, prepare
 from sparsity_lab.pretrain_recipe import PretrainRecipe
 
 SCRIPT = cli.ROOT / "experiments" / "pretrain.py"
@@ -199,8 +200,57 @@ def test_models_that_cannot_be_trained_are_refused():
     assert (config.hidden_size, config.kv_quant, config.index_quant) == (32, "none", "fp4_ue8m0")
     with pytest.raises(ValueError, match=r"shape\.width: no field"):
         model_config(settings, {"width": 3})
-    with pytest.raises(ValueError, match=r"model\.path=x: pretraining starts from random weights"):
+    with pytest.raises(ValueError, match=r"model\.path=x: has no readable config\.json"):
         model_config({**settings, "path": "x"}, {})
+
+
+def test_indexers_alone_learn_on_from_a_checkpoint(tmp_path):
+    """New ones of another shape, too; nothing else moves, router biases included."""
+    tiny_pretrain.run(tmp_path / "first").run()
+    start = tmp_path / "first" / "model"
+    config = dataclasses.replace(tiny_config(**tiny_pretrain.SHAPE), index_n_heads=3)
+    recipe = PretrainRecipe(
+        **tiny_pretrain.RECIPE | {"steps": 30, "train": "indexers", "dense": 1.0, "sparse": 0.0, "index_lr": 1e-2}
+    )
+    train = Pretrainer(config, recipe, torch.device("cpu"), start=start)
+    before = {name: p.detach().clone() for name, p in train.model.named_parameters()}
+    data = tiny_pretrain.batches(recipe)
+    index = [float(train.step(data, step, 30)["index"].mean()) for step in range(30)]
+    assert np.mean(index[-5:]) < 0.9 * np.mean(index[:5]), index
+    kept = dict(load(path=str(start), dtype="float32").model.named_parameters())
+    for name, p in train.model.named_parameters():
+        if pretrain_optim.is_indexer(name):
+            assert not torch.equal(p, before[name]), name
+            assert "wq_b" not in name or p.shape[0] == 3 * config.index_head_dim
+        else:
+            assert torch.equal(p, kept[name]), name
+
+
+def test_what_a_checkpoint_cannot_start(tmp_path):
+    tiny_pretrain.run(tmp_path / "first").run()
+    config = tiny_config(**tiny_pretrain.SHAPE | {"moe_intermediate_size": 64})
+    with pytest.raises(ValueError, match=r"shape: .*experts.* would be .*, in .* it is "):
+        Pretrainer(
+            config, PretrainRecipe(steps=1, length=LENGTH), torch.device("cpu"), start=tmp_path / "first" / "model"
+        )
+    with pytest.raises(ValueError, match=r"holds no tokenizer\.json, which training needs"):
+        prepare(tmp_path / "data", TextSettings(), vocab_size=384, length=64, start=tmp_path / "first" / "model")
+    with pytest.raises(ValueError, match=r"recipe\.train=indexers: needs a trained model in model\.path"):
+        tiny_pretrain.trainer(train="indexers")
+    with pytest.raises(ValueError, match=r"recipe\.train='router': must be one of all, indexers"):
+        PretrainRecipe(steps=1, train="router")
+
+
+def test_a_run_that_starts_elsewhere_is_another_run(tmp_path):
+    """And its record tells of the training before it."""
+    tiny_pretrain.run(tmp_path / "first").run()
+    start = tmp_path / "first" / "model"
+    tiny_pretrain.run(tmp_path / "second", start=start, **SHORT).run()
+    record = json.loads((tmp_path / "second" / "model" / "record.json").read_text())
+    assert record["start"]["training"]["steps"] == 6
+    assert record["training"]["steps"] == 2
+    with pytest.raises(ValueError, match="holds a run with start="):
+        tiny_pretrain.run(tmp_path / "second", **SHORT).run()
 
 
 def test_work_done_counts_what_a_token_uses():

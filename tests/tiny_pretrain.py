@@ -53,8 +53,9 @@ def batches(recipe: PretrainRecipe, **changes: Any) -> Batches:
     return Batches({"code": stream(), "prose": stream(seed=1)}, shares, recipe.sequences, LENGTH, VOCAB, **changes)
 
 
-def trainer(shape: dict[str, Any] | None = None, **changes: Any) -> Pretrainer:
-    return Pretrainer(tiny_config(**SHAPE, **(shape or {})), PretrainRecipe(**RECIPE | changes), torch.device("cpu"))
+def trainer(shape: dict[str, Any] | None = None, start: Path | None = None, **changes: Any) -> Pretrainer:
+    config, recipe = tiny_config(**SHAPE, **(shape or {})), PretrainRecipe(**RECIPE | changes)
+    return Pretrainer(config, recipe, torch.device("cpu"), start=start)
 
 
 def run(folder: Path, progress: Any = lambda *_: None, schedule: Any = None, **changes: Any) -> PretrainRun:
