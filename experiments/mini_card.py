@@ -1,6 +1,6 @@
 """Figures for the card of a trained V4.1 model, with sparse attention on; minutes on a CPU.
 
-python experiments/mini_card.py                                     # the model that comes with sparsity_lab
+python experiments/mini_card.py training=shipped                    # the model that comes with sparsity_lab
 python experiments/mini_card.py model=deepseek_v41 model.path=results/pretrain/v41_mini/model \
     held_out=results/pretrain/v41_mini/data/held_out.npz training=results/pretrain/v41_mini
 """
@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> float:
             pretrain_card.induction, model, distance=distance, sequences=settings["repeats"], seed=seed
         )
         parts[f"copying_{distance}"] = partial(
-            pretrain_card.copying, model, everything, distance=distance, count=settings["repeats"], seed=seed
+            pretrain_card.copying, model, everything, distance=distance, count=settings["identifiers"], seed=seed
         )
     parts["coverage"] = partial(
         pretrain_card.coverage, model, everything[: settings["sequences"]], rows=settings["rows"]
@@ -49,9 +49,9 @@ def main(cfg: DictConfig) -> float:
         if settings["record"] is not None:
             write_text(Path(settings["record"]), json.dumps(found, indent=1) + "\n")
     if settings["training"] is not None:
-        folder = Path(settings["training"])
-        write_text(folder / "README.md", pretrain_report.read_card(model.name, folder, found))
-        log.info("card: %s", folder / "README.md")
+        path, text = pretrain_report.read_card(model.name, settings["training"], found)
+        write_text(path, text)
+        log.info("card: %s", path)
     return found["held_out"]["sparse_over_dense"]
 
 

@@ -59,7 +59,7 @@ def _native(what: str, *, _root_: DictConfig) -> Any:
     settings: Any = OmegaConf.to_container(_root_.model, resolve=True)
     native = native_selection(settings)
     if native is None:
-        raise ValueError(f"selection=native: model {settings['name']} has no sparse attention of its own")
+        raise ValueError(f"selection=native: model {settings['name']} has no sparse attention of its own; v41_mini has")
     return native_cells(native) if what == "zipped" else getattr(native, what)
 
 

@@ -1,4 +1,5 @@
-"""Where documents come from: text shipped with Python, files of text, JSON lines, or saved tokens.
+"""Where documents come from: text shipped with Python, files of text, JSON lines, saved tokens, or the text held out
+from the training of the model that comes along.
 
     docs = pydoc(tokenizer, num_documents=4, length=2048)          # English prose
     docs = text(tokenizer, path="books/*.txt", num_documents=4, length=2048, seed=1)
@@ -24,7 +25,7 @@ import torch
 from sparsity_lab import textfiles
 from sparsity_lab.documents import Cut, CutOptions, Document, Documents, Item, check_ids, cut_text, shuffled, vocabulary
 
-__all__ = ["Document", "Documents", "jsonl", "load", "pydoc", "stdlib", "text", "tokens"]
+__all__ = ["Document", "Documents", "held_out", "jsonl", "load", "pydoc", "stdlib", "text", "tokens"]
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
 
@@ -111,20 +112,26 @@ def tokens(
     cut = Cut(num_documents, length, seed, **options)
     file = Path(path).expanduser()
     array = _read_array(file)
-    rows = array[None] if array.ndim == 1 else array
-    order = shuffled(len(rows), seed)
-    per_row = rows.shape[1] // length
-    if len(rows) * per_row < cut.stop:
-        raise cut.too_little("tokens", array.size, len(rows) * per_row)
-    found = []
-    for index in cut.indices:
-        row, place = divmod(index, per_row)
-        ids = np.asarray(rows[order[row], place * length : (place + 1) * length], dtype=np.int64)
-        check_ids(ids, cut.vocab_size, f"data=tokens, {file}")
-        found.append(Document(index, torch.from_numpy(ids.copy()), f"tokens/{index} {file.name}"))
-    # row by row, so that a memory-mapped file is never held whole
-    digest = textfiles.digest((str(rows.shape), [row.astype("<i8").tobytes()]) for row in rows)
-    return Documents(tuple(found), cut.describe("tokens", digest))
+    return _cut_rows(array[None] if array.ndim == 1 else array, cut, "tokens", file)
+
+
+def held_out(
+    tokenizer: Any, num_documents: int, length: int, seed: int = 0, **options: Unpack[CutOptions]
+) -> Documents:
+    """What `v41_mini` never saw in training, as its tokens: sequences of code and some of prose, cut like `tokens`.
+
+    Documents have tokens [t = length]. Raises ValueError: another vocabulary, too few tokens, an option out of range.
+    """
+    from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED, read_config
+
+    cut = Cut(num_documents, length, seed, **options)
+    size, own = None if tokenizer is None else vocabulary(tokenizer), read_config("shipped").vocab_size
+    if size != own:
+        raise ValueError(f"data=held_out: holds tokens of model=v41_mini, vocabulary {own}; this model's is {size}")
+    file = SHIPPED / "held_out.npz"
+    with np.load(file, allow_pickle=False) as kinds:
+        rows = np.concatenate([kinds[name] for name in sorted(kinds.files)])
+    return _cut_rows(rows, cut, "held_out", file)
 
 
 _SOURCES: dict[str, Callable[..., Documents]] = {
@@ -133,11 +140,12 @@ _SOURCES: dict[str, Callable[..., Documents]] = {
     "text": text,
     "jsonl": jsonl,
     "tokens": tokens,
+    "held_out": held_out,
 }
 
 
 def load(kind: str, tokenizer: Any, **options: Any) -> Documents:
-    """The documents of the source called `kind` (pydoc, stdlib, text, jsonl, tokens) with that function's options.
+    """The documents of the source called `kind` (a function of this module) with that function's options.
 
     With `tokens`, the tokenizer (None is allowed) only gives the vocabulary that ids are checked against.
     Raises ValueError: an unknown kind or option, a missing option, and whatever the source raises.
@@ -162,6 +170,23 @@ def load(kind: str, tokenizer: Any, **options: Any) -> Documents:
 def _cut_items(tokenizer: Any, items: list[Item], digest: str, cut: Cut, name: str, **more: Any) -> Documents:
     order = shuffled(len(items), cut.seed)
     return cut_text(tokenizer, (items[i] for i in order), cut, name, cut.describe(name, digest, **more))
+
+
+def _cut_rows(rows: np.ndarray, cut: Cut, name: str, file: Path) -> Documents:
+    """Documents of token ids [rows, tokens]."""
+    order = shuffled(len(rows), cut.seed)
+    per_row = rows.shape[1] // cut.length
+    if len(rows) * per_row < cut.stop:
+        raise cut.too_little(name, rows.size, len(rows) * per_row)
+    found = []
+    for index in cut.indices:
+        row, place = divmod(index, per_row)
+        ids = np.asarray(rows[order[row], place * cut.length : (place + 1) * cut.length], dtype=np.int64)
+        check_ids(ids, cut.vocab_size, f"data={name}, {file}")
+        found.append(Document(index, torch.from_numpy(ids.copy()), f"{name}/{index} {file.name}"))
+    # row by row, so that a memory-mapped file is never held whole
+    digest = textfiles.digest((str(rows.shape), [row.astype("<i8").tobytes()]) for row in rows)
+    return Documents(tuple(found), cut.describe(name, digest))
 
 
 def _file_items(files: list[tuple[str, Path]], what: str) -> tuple[list[Item], str]:

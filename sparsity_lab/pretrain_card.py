@@ -23,6 +23,7 @@ from sparsity_lab.models.deepseek_v41 import DeepseekV41
 from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
 from sparsity_lab.native import Native, native_cells
 from sparsity_lab.pretrain_data import token_bytes
+from sparsity_lab.results import bootstrap_interval
 
 Advance = Callable[[int, int], None]
 MODES = {"sparse": False, "dense": True}
@@ -103,25 +104,21 @@ def coverage(model: DeepseekV41, sequences: np.ndarray, *, rows: int | None, adv
 
 
 def induction(model: DeepseekV41, *, distance: int, sequences: int, seed: int, advance: Advance) -> dict[str, Any]:
-    """Random tokens that come again after `distance`: loss and accuracy at their first and second coming, sparse."""
+    """Random tokens that come again after `distance`: loss and accuracy at their first and second coming, sparse and
+    dense; `low` and `high`: 95 % interval of the second's accuracy over the sequences."""
     generator, vocab = np.random.default_rng([seed, distance]), model.model.config.vocab_size
-    nll, right = [], []
+    first, second = slice(0, distance - 1), slice(distance + 8, None)  # a few tokens to see that it is a repetition
+    found: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     for number in range(sequences):
         half = generator.integers(1, vocab, size=distance)
-        loss, hit = losses(model, torch.from_numpy(np.concatenate([half, half])), dense=False)
-        nll.append(loss)
-        right.append(hit.float())
+        tokens = torch.from_numpy(np.concatenate([half, half]))
+        for mode, dense in MODES.items():
+            parts = [part[where] for part in losses(model, tokens, dense=dense) for where in (first, second)]
+            found[mode].append([float(part.float().mean()) for part in parts])
         advance(number + 1, sequences)
-    at = distance + 8  # a few tokens to see that it is a repetition
-    first, second = slice(0, distance - 1), slice(at, None)
-    loss, hits = torch.stack(nll), torch.stack(right)
-    return {
-        "distance": distance,
-        "chance": 1 / vocab,
-        "nats_first": float(loss[:, first].mean()),
-        "nats_second": float(loss[:, second].mean()),
-        "accuracy_first": float(hits[:, first].mean()),
-        "accuracy_second": float(hits[:, second].mean()),
+    names = ("nats_first", "nats_second", "accuracy_first", "accuracy_second")
+    return {"distance": distance, "sequences": sequences, "chance": 1 / vocab} | {
+        mode: _means(dict(zip(names, np.array(rows).T, strict=True)), "accuracy_second") for mode, rows in found.items()
     }
 
 
@@ -129,23 +126,34 @@ def copying(
     model: DeepseekV41, background: np.ndarray, *, distance: int, count: int, seed: int, advance: Advance
 ) -> dict[str, Any]:
     """Made-up identifiers that are assigned in code and named again more than `distance` tokens later: share of their
-    tokens, after the first, that are predicted, sparse; and the same where another identifier was assigned."""
+    tokens, after the first, that are predicted, sparse and dense; `control`: the same of one that was never assigned;
+    `low` and `high`: 95 % interval of the first over the identifiers."""
     generator = np.random.default_rng([seed, distance])
-    scores: dict[str, list[float]] = {"copied": [], "control": []}
+    known = len(encode(model.tokenizer, "\n    return")) + 1  # the first token of the name is given
+    found: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     for number in range(count):
         name, other = _identifier(generator), _identifier(generator)
-        row = background[number % len(background)]
+        row = background[number % len(background)].astype(np.int64)
         shift = int(generator.integers(0, max(1, len(row) - distance - 200)))
-        between = row[shift + 64 : shift + 64 + distance].astype(np.int64)
-        again = encode(model.tokenizer, f"\n    return {name}")
-        known = len(encode(model.tokenizer, "\n    return")) + 1  # the first token of the name is given
-        for label, assigned in (("copied", name), ("control", other)):
-            start = encode(model.tokenizer, f"\n    {assigned} = compute(values)\n    print( {assigned})\n")
-            tokens = np.concatenate([row[shift : shift + 64].astype(np.int64), start, between, again])
-            hit = losses(model, torch.from_numpy(tokens), dense=False)[1][-(len(again) - known) :]
-            scores[label].append(float(hit.float().mean()))
+        start = encode(model.tokenizer, f"\n    {name} = compute(values)\n    print( {name})\n")
+        control, again = (encode(model.tokenizer, f"\n    return {which}") for which in (other, name))
+        between = row[shift + 64 : shift + 64 + distance]
+        tokens = torch.from_numpy(np.concatenate([row[shift : shift + 64], start, between, control, again]))
+        for mode, dense in MODES.items():
+            right = losses(model, tokens, dense=dense)[1].float()
+            asked = right[-len(again) :], right[: -len(again)][-len(control) :]
+            found[mode].append([float(part[known:].mean()) for part in asked])
         advance(number + 1, count)
-    return {"distance": distance, "identifiers": count} | {name: float(np.mean(v)) for name, v in scores.items()}
+    return {"distance": distance, "identifiers": count} | {
+        mode: _means(dict(zip(("copied", "control"), np.array(rows).T, strict=True)), "copied")
+        for mode, rows in found.items()
+    }
+
+
+def _means(values: Mapping[str, np.ndarray], main: str) -> dict[str, float]:
+    """Means, and the interval of one of them."""
+    low, high = bootstrap_interval(values[main])
+    return {name: float(array.mean()) for name, array in values.items()} | {"low": float(low), "high": float(high)}
 
 
 def _identifier(generator: np.random.Generator) -> str:

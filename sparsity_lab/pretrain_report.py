@@ -9,6 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
+from sparsity_lab.pretrain_card import MODES
+
 CURVE_POINTS = 12  # rows of the loss curve
 
 
@@ -16,17 +19,20 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
     """A README.md.
 
     Args:
-        record: `record.json` of the training; figures: what experiments/mini_card.py found; curve: training.csv.
+        record: `record.json` of the (last) training; figures: what experiments/mini_card.py found; curve: training.csv.
     """
-    training, corpus = record["training"], record["corpus"]
+    stages = _stages(record)
+    corpus, shares = stages[0]["corpus"], stages[0]["config"]["data"]["shares"]
     parts = [
         f"# {name}",
         f"A DeepSeek V4.1 of {record['parameters'] / 1e6:.1f} M parameters, trained from random weights by "
-        f"`experiments/pretrain.py` for the study of sparse attention: {training['steps']:,} steps, "
-        f"{training['tokens'] / 1e6:.0f} M tokens, {training['seconds'] / 60:.1f} minutes on {record['device']}. "
-        "All figures are of the weights as shipped, with sparse attention on unless they say dense.",
+        f"`experiments/pretrain.py` for the study of sparse attention: {'; then '.join(map(_effort, stages))}. "
+        "All figures are of the weights as shipped, with sparse attention on unless they say dense. "
+        f"Weights: {figures['fingerprint']}.",
         "## What it can do",
         _abilities(figures),
+        "Right: share of the tokens that are predicted, with 95 % intervals. Control: of the same random tokens when "
+        "they come first; of an identifier that was never assigned.",
         "## Sparse against dense",
         _held_out(figures["held_out"]),
         "Coverage of its own selection relative to the best selection of the same size, by layer: "
@@ -36,51 +42,76 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         _table(_thinned(curve), "{:.4g}"),
         "Losses are in nats a token, `bits` in bits a byte of held-out text; `index_loss` is the indexers' mean KL.",
         "## Data",
-        _data(corpus, record["config"]["data"]["shares"]),
+        _data(corpus, shares),
+        *[
+            f"Later ({_effort(stage)}) it saw {_tokens(stage['corpus'])} of another machine: see record.json."
+            for stage in stages[1:]
+            if stage["corpus"]["digest"] != corpus["digest"]
+        ],
         "## Limits",
-        "It knows little: it completes code and documentation locally and copies from its context. It is no assistant, "
-        "has seen no other natural language than the English of documentation, and its context ends at "
+        "It knows little: it completes code and documentation locally and copies from its context, the less well the "
+        "longer ago (see above, and what dense attention does better there). It is no assistant, has seen no other "
+        "natural language than the English of documentation, and its context ends at "
         f"{record['config']['recipe']['length']:,} tokens. Repeated random spans were part of its training, so what it "
-        "does on such text is learned from them.",
+        "does on such text is learned from them. The standard library and its documentation were part of it too: "
+        "`data=held_out` is the text to measure it on.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def read_card(name: str, folder: Path, figures: Mapping[str, Any]) -> str:
-    """`card` of a training's folder.
+def read_card(name: str, path: str, figures: Mapping[str, Any]) -> tuple[Path, str]:
+    """`card` of a training's folder, or of the "shipped" model, and where it belongs.
 
     Raises:
         ValueError: it holds no finished training.
     """
+    folder = SHIPPED if path == "shipped" else Path(path)
+    inside = folder / "record.json"
     try:
-        record = json.loads((folder / "model" / "record.json").read_text(encoding="utf-8"))
-        return card(name, record, figures, pd.read_csv(folder / "training.csv"))
+        text = (inside if inside.is_file() else folder / "model" / "record.json").read_text(encoding="utf-8")
+        return folder / "README.md", card(name, json.loads(text), figures, pd.read_csv(folder / "training.csv"))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"training={folder}: no training that can be read ({error!r})") from error
+        raise ValueError(f"training={path}: no training that can be read ({error!r})") from error
+
+
+def _stages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The records of all trainings, one starting from the other's weights, the first in front."""
+    earlier = record.get("start")
+    return [*(_stages(earlier) if earlier else ()), record]
+
+
+def _effort(record: Mapping[str, Any]) -> str:
+    training = record["training"]
+    what = "the indexers alone, " if record["config"]["recipe"].get("train") == "indexers" else ""
+    return (
+        f"{what}{training['steps']:,} steps, {training['tokens'] / 1e6:.0f} M tokens, "
+        f"{training['seconds'] / 60:.1f} minutes on {record['device']}"
+    )
 
 
 def _abilities(figures: Mapping[str, Any]) -> str:
     rows = []
     for key, found in figures.items():
         if key.startswith("induction_"):
-            nats = f"{found['nats_first']:.2f} and {found['nats_second']:.2f} nats"
-            rows.append(
-                {
-                    "test": f"random tokens repeated after {found['distance']}: right at the first and second coming",
-                    "control": found["accuracy_first"],
-                    "found": found["accuracy_second"],
-                    "note": f"{nats}; chance {found['chance']:.5f}",
-                }
-            )
-        if key.startswith("copying_"):
-            rows.append(
-                {
-                    "test": f"made-up identifier named again after more than {found['distance']} tokens: tokens right",
-                    "control": found["control"],
-                    "found": found["copied"],
-                    "note": f"{found['identifiers']} identifiers; control: another one was assigned",
-                }
-            )
+            test, main, control = "random tokens repeated after {}", "accuracy_second", "accuracy_first"
+            note = "{nats_first:.2f} nats at first, {nats_second:.2f} again"
+            count = f"{found['sequences']} sequences, chance {found['chance']:.5f}"
+        elif key.startswith("copying_"):
+            test, main, control = "made-up identifier named again after more than {}", "copied", "control"
+            note, count = "", f"{found['identifiers']} identifiers"
+        else:
+            continue
+        rows += [
+            {
+                "test": test.format(f"{found['distance']:,} tokens"),
+                "attention": mode,
+                "right": f"{about[main]:.3f} [{about['low']:.3f}, {about['high']:.3f}]",
+                "control": about[control],
+                "of": "; ".join(filter(None, (count, note.format(**about)))),
+            }
+            for mode in MODES
+            if (about := found[mode])
+        ]
     return _table(pd.DataFrame(rows), "{:.3f}")
 
 
@@ -96,16 +127,19 @@ def _held_out(found: Mapping[str, Any]) -> str:
 
 
 def _data(corpus: Mapping[str, Any], shares: Mapping[str, float]) -> str:
-    tokens = ", ".join(f"{count / 1e6:.1f} M tokens of {kind}" for kind, count in corpus["tokens"].items())
     mix = ", ".join(f"{100 * share:.0f} % {kind}" for kind, share in shares.items())
     rows = [{"package": name, **about} for name, about in corpus["packages"].items()]
     table = pd.DataFrame(rows).sort_values("bytes", ascending=False)
     return (
-        f"{tokens}, from the training machine's own Python: packages whose metadata names permissive licences only. "
-        f"Sequences: {mix}; `repeats` is code into which random token spans are written twice. Held out: "
+        f"{_tokens(corpus)}, from the training machine's own Python: packages whose metadata names permissive licences "
+        f"only. Sequences: {mix}; `repeats` is code into which random token spans are written twice. Held out: "
         f"{corpus['settings']['held_out_percent']} % of the files, by the hash of their content.\n\n"
         + _table(table[["package", "version", "licence", "files", "bytes"]], "{:.0f}")
     )
+
+
+def _tokens(corpus: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count / 1e6:.1f} M tokens of {kind}" for kind, count in corpus["tokens"].items())
 
 
 def _thinned(curve: pd.DataFrame) -> pd.DataFrame:

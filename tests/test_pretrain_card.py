@@ -86,13 +86,33 @@ def test_a_model_that_copies_is_told_from_one_that_does_not(model, tokenizer, he
     copies = DeepseekV41.__new__(DeepseekV41)
     copies.model, copies.tokenizer = Echo(VOCAB), tokenizer
     options = {"distance": 40, "seed": 0, "advance": silent}
-    found = pretrain_card.induction(copies, sequences=2, **options)
+    found = pretrain_card.induction(copies, sequences=3, **options)["dense"]
     assert found["accuracy_second"] > 0.8
     assert found["accuracy_first"] < 0.2
     assert found["nats_second"] < found["nats_first"]
-    assert pretrain_card.induction(model, sequences=2, **options)["accuracy_second"] < 0.2
-    found = pretrain_card.copying(copies, held["code"], count=4, **options)
+    assert found["low"] <= found["accuracy_second"] <= found["high"]
+    assert pretrain_card.induction(model, sequences=3, **options)["sparse"]["accuracy_second"] < 0.2
+    found = pretrain_card.copying(copies, held["code"], count=4, **options)["dense"]
     assert found["copied"] > found["control"] + 0.2
+
+
+class Far(Echo):
+    """The same, but it forgets after 40 tokens unless attention is dense."""
+
+    def hidden(self, ids, dense=False):
+        row = ids[0].tolist()
+        shown = [super(Far, self).hidden(ids[:, max(0, i - 39) : i + 1])[:, -1:] for i in range(len(row))]
+        return super().hidden(ids) if dense else torch.cat(shown, 1)
+
+
+def test_what_selection_forgets_shows_beside_dense(tokenizer, held):
+    forgets = DeepseekV41.__new__(DeepseekV41)
+    forgets.model, forgets.tokenizer = Far(VOCAB), tokenizer
+    options = {"distance": 60, "seed": 0, "advance": silent}
+    found = pretrain_card.induction(forgets, sequences=2, **options)
+    assert found["dense"]["accuracy_second"] > found["sparse"]["accuracy_second"] + 0.5
+    found = pretrain_card.copying(forgets, held["code"], count=6, **options)
+    assert found["dense"]["copied"] > 1.5 * found["sparse"]["copied"]
 
 
 def test_coverage_is_of_every_selecting_layer(model, held):
@@ -103,15 +123,16 @@ def test_coverage_is_of_every_selecting_layer(model, held):
 
 
 def test_the_card_says_what_was_found(tmp_path, model, held):
-    figures = {"held_out": pretrain_card.held_out(model, held, silent)}
+    figures = {"fingerprint": "0a1b", "held_out": pretrain_card.held_out(model, held, silent)}
     figures["coverage"] = pretrain_card.coverage(model, held["code"], rows=16, advance=silent)
-    figures["induction_40"] = pretrain_card.induction(model, distance=40, sequences=1, seed=0, advance=silent)
+    figures["induction_40"] = pretrain_card.induction(model, distance=40, sequences=2, seed=0, advance=silent)
     record = {
         "parameters": 1_200_000,
         "training": {"steps": 2000, "tokens": 65_000_000, "seconds": 480.0, "notes": []},
         "device": "a card",
         "config": {"data": {"shares": {"code": 0.9, "repeats": 0.1}}, "recipe": {"length": 96}},
         "corpus": {
+            "digest": "a",
             "tokens": {"code": 30_000_000},
             "settings": {"held_out_percent": 2},
             "packages": {"rich": {"version": "1", "licence": "MIT", "files": 3, "bytes": 5}},
@@ -119,17 +140,23 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
     }
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="no training that can be read"):
-        pretrain_report.read_card("mini", tmp_path, figures)
+        pretrain_report.read_card("mini", str(tmp_path), figures)
     (tmp_path / "model" / "record.json").write_text(json.dumps(record))
     steps = np.arange(100, 2100, 100)
     curve = pd.DataFrame({"step": steps, "tokens": steps, "stage": "dense", "loss": 1.0, "bits_dense": 1.5})
     curve.to_csv(tmp_path / "training.csv", index=False)
-    text = pretrain_report.read_card("mini", tmp_path, figures)
+    path, text = pretrain_report.read_card("mini", str(tmp_path), figures)
+    assert path == tmp_path / "README.md"
     assert "1.2 M parameters" in text
+    assert text.count("random tokens repeated after 40 tokens") == 2
     assert "2,000 steps, 65 M tokens, 8.0 minutes on a card" in text
     assert "| rich | 1 | MIT | 3 | 5 |" in text
     assert "| 2000 | 2000 | dense | 1 | 1.5 |" in text
     assert "nan" not in text
+    later = {"train": "indexers", "length": 96}
+    second = {**record, "config": {**record["config"], "recipe": later}, "start": record, "device": "another"}
+    text = pretrain_report.card("mini", second, figures, curve)
+    assert "8.0 minutes on a card; then the indexers alone, 2,000 steps, 65 M tokens, 8.0 minutes on another" in text
 
 
 def test_unreadable_held_out_files_are_named(tmp_path):
