@@ -37,6 +37,7 @@ def main(cfg: DictConfig) -> float:
     start = starting_folder(settings["model"])
     device = resolve_device(own_device(shard, settings["model"]["device"]))
     recipe = PretrainRecipe(**settings["recipe"], dtype=compute_dtype(settings["model"]["dtype"], device))
+    trainer = Pretrainer(model, recipe, device, shard, start)  # before the text: it refuses what cannot be trained
     folder = Path(settings["results_dir"]) / settings["experiment_name"] / settings["name"]
     data = dict(settings["data"])
     shares = data.pop("shares")
@@ -48,7 +49,6 @@ def main(cfg: DictConfig) -> float:
         prepared.streams, shares, recipe.sequences, recipe.length, model.vocab_size,
         seed=recipe.seed, rank=shard.rank, world=shard.world,
     )  # fmt: skip
-    trainer = Pretrainer(model, recipe, device, shard, start)
     with console.progress(f"pretraining {settings['name']}") as progress:
         run = PretrainRun(
             trainer, batches, prepared, folder, PretrainSchedule(**settings["schedule"]),

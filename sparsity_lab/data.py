@@ -176,6 +176,11 @@ def _cut_rows(rows: np.ndarray, cut: Cut, name: str, file: Path) -> Documents:
     """Documents of token ids [rows, tokens]."""
     order = shuffled(len(rows), cut.seed)
     per_row = rows.shape[1] // cut.length
+    if not per_row and len(rows) > 1:
+        raise ValueError(
+            f"data.length={cut.length}: data={name} has sequences of {rows.shape[1]:,} tokens, and no document crosses "
+            "from one to the next"
+        )
     if len(rows) * per_row < cut.stop:
         raise cut.too_little(name, rows.size, len(rows) * per_row)
     found = []

@@ -118,7 +118,8 @@ class Cut:
         skipped = f" after skip={self.skip}" if self.skip else ""
         return ValueError(
             f"data={name} holds {tokens:,} tokens, in which {fit:,} documents of length={self.length} fit; asked for "
-            f"num_documents={self.num_documents}{skipped}. Lower num_documents or length, or give more text"
+            f"num_documents={self.num_documents}{skipped}. Lower data.num_documents, data.length or data.skip, or give "
+            "more text"
         )
 
 

@@ -151,9 +151,12 @@ def copying(
 
 
 def _means(values: Mapping[str, np.ndarray], main: str) -> dict[str, float]:
-    """Means, and the interval of one of them."""
+    """Means, and the interval of one of them (none of a single value)."""
+    means: dict[str, float] = {name: float(array.mean()) for name, array in values.items()}
+    if len(values[main]) < 2:
+        return means
     low, high = bootstrap_interval(values[main])
-    return {name: float(array.mean()) for name, array in values.items()} | {"low": float(low), "high": float(high)}
+    return means | {"low": float(low), "high": float(high)}
 
 
 def _identifier(generator: np.random.Generator) -> str:

@@ -71,7 +71,9 @@ def _from_checkpoint(config: DeepseekV41Config, seed: int, device: torch.device,
                 p.copy_(found[name])
             elif not is_indexer(name):
                 have = list(found[name].shape) if name in found else "none"
-                raise ValueError(f"shape: {name} would be {list(p.shape)}, in {start} it is {have}")
+                raise ValueError(
+                    f"shape: {name} would be {list(p.shape)}, in {start} it is {have}; only indexers may differ"
+                )
     return model
 
 

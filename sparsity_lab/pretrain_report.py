@@ -105,7 +105,8 @@ def _abilities(figures: Mapping[str, Any]) -> str:
             {
                 "test": test.format(f"{found['distance']:,} tokens"),
                 "attention": mode,
-                "right": f"{about[main]:.3f} [{about['low']:.3f}, {about['high']:.3f}]",
+                "right": f"{about[main]:.3f}"
+                + (f" [{about['low']:.3f}, {about['high']:.3f}]" if "low" in about else ""),
                 "control": about[control],
                 "of": "; ".join(filter(None, (count, note.format(**about)))),
             }

@@ -40,7 +40,10 @@ def coverage_matrix(results: AblationResults, topk: int) -> np.ndarray:
     """
     layers = layers_of(results)
     if layers != list(range(len(layers))):
-        raise ValueError(f"results: measured layers {layers} only; a search needs all of them, from 0 on")
+        raise ValueError(
+            f"results: measured layers {layers} only; a search needs all of them, from 0 on (a model with an indexer "
+            "of its own cannot be searched: its other layers select nothing)"
+        )
     table = choose(reuse_means(results), topk=topk)
     return matrix(table, "coverage").reindex(index=layers, columns=layers).to_numpy(dtype=float)
 

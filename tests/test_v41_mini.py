@@ -142,3 +142,17 @@ def test_documents_longer_than_its_context_are_refused(model):
     documents = sl.data.stdlib(model.tokenizer, num_documents=1, length=4097)
     with pytest.raises(ValueError, match=r"data.length=4097: v41_mini was made for at most 4096 positions"):
         sl.measure(model, documents, sl.grid(scorer="native", topk=[128]))
+
+
+def test_its_results_tell_that_it_is_not_priced(model):
+    from sparsity_lab.shape import ModelShape
+
+    shape = ModelShape.of(model)
+    assert shape is not None
+    assert shape.native
+    assert shape.attention_layers == SELECTING
+
+
+def test_held_out_sequences_are_not_crossed(model):
+    with pytest.raises(ValueError, match=r"data\.length=5000: data=held_out has sequences of 4,097 tokens"):
+        sl.data.held_out(model.tokenizer, num_documents=1, length=5000)

@@ -49,7 +49,7 @@ class DeepseekV41:
         self.model, self.tokenizer, self.name, self.fingerprint = model.eval(), tokenizer, name, fingerprint
         self.attention = attention
         self.num_layers, self.num_heads, self.num_kv_heads = config.num_hidden_layers, config.num_attention_heads, 1
-        self.hidden_size = config.hidden_size
+        self.hidden_size, self.head_dim = config.hidden_size, config.head_dim
         self.max_length: int | None = config.max_position_embeddings
         self.native: NativeSelection | None = config.native_selection
 
