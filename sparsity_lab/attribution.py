@@ -29,7 +29,7 @@ from sparsity_lab.dense import RowTile
 from sparsity_lab.pool_walk import kept_mass
 from sparsity_lab.scorers import Scorer
 from sparsity_lab.selecting import restrict
-from sparsity_lab.selection import rank_blocks, visible_lengths
+from sparsity_lab.selection import rank_blocks
 from sparsity_lab.topology import NativeSelection
 
 STEPS = ("token_oracle", "oracle", "pool_oracle", "own", "used")
@@ -84,7 +84,7 @@ class AttributionPass:
         if layer == source:
             self.chosen[place, layer] = own
         if self.candidate is not None and layer == self.candidate.source_layer:
-            lengths = visible_lengths(tile.rows, a.compress_ratio)
+            lengths = tile.visible(a.compress_ratio)
             self.ranks[place] = rank_blocks(scores, lengths, self.candidate.block_size)
         true = metrics.truth(tile, a.share, a.compress_ratio, a.window, most)
         steps = (best[..., :most], in_pool, own, self.chosen[place, source])

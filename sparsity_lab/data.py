@@ -123,15 +123,14 @@ def held_out(
     Documents have tokens [t = length]. Raises ValueError: another vocabulary, too few tokens, an option out of range.
     """
     from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED, read_config
+    from sparsity_lab.pretrain_card import read_held_out
 
     cut = Cut(num_documents, length, seed, **options)
     size, own = None if tokenizer is None else vocabulary(tokenizer), read_config("shipped").vocab_size
     if size != own:
         raise ValueError(f"data=held_out: holds tokens of model=v41_mini, vocabulary {own}; this model's is {size}")
-    file = SHIPPED / "held_out.npz"
-    with np.load(file, allow_pickle=False) as kinds:
-        rows = np.concatenate([kinds[name] for name in sorted(kinds.files)])
-    return _cut_rows(rows, cut, "held_out", file)
+    kinds = read_held_out("shipped", None)
+    return _cut_rows(np.concatenate([kinds[name] for name in sorted(kinds)]), cut, "held_out", SHIPPED / "held_out.npz")
 
 
 _SOURCES: dict[str, Callable[..., Documents]] = {

@@ -42,7 +42,6 @@ from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import QuantFormat
 from sparsity_lab.rope import Layout, Place, precompute_freqs_cis
 from sparsity_lab.scorers import group_keys
-from sparsity_lab.selection import visible_lengths
 
 SCHEMA = 1
 METADATA_KEY = "sparsity_lab_indexer"
@@ -156,7 +155,7 @@ class Lightning:
         module, (keys,) = self.module(tile.acts.layer, ratio), group_keys(self, tile, ratio)
         x = tile.acts.input_rows(tile.rows).float()
         freqs = self._freqs(ratio, tile.length)[tile.rows]
-        return module.scores(x, keys, freqs, visible_lengths(tile.rows, ratio))
+        return module.scores(x, keys, freqs, tile.visible(ratio))
 
     def group_keys(self, layer: int, x: Tensor, k: Tensor, ratio: int, first: int) -> tuple[Tensor, ...]:
         """Index keys: see `scorers.GroupKeys`."""

@@ -20,7 +20,7 @@ from sparsity_lab.cells import expand
 from sparsity_lab.documents import Document, Documents, encode
 from sparsity_lab.measurement import measure
 from sparsity_lab.models.deepseek_v41 import DeepseekV41
-from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
+from sparsity_lab.models.deepseek_v41.checkpoint import located
 from sparsity_lab.native import Native, native_cells
 from sparsity_lab.pretrain_data import token_bytes
 from sparsity_lab.results import bootstrap_interval
@@ -30,13 +30,14 @@ MODES = {"sparse": False, "dense": True}
 _LETTERS = ("b", "d", "f", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"), ("a", "e", "i", "o", "u")
 
 
-def read_held_out(path: str, sequences: int) -> dict[str, np.ndarray]:
-    """Kind -> the first `sequences` of a training's held_out.npz, [n, t + 1]; "shipped" = of the shipped model.
+def read_held_out(path: str, sequences: int | None) -> dict[str, np.ndarray]:
+    """Kind -> the first `sequences` of a training's held_out.npz (None: all), [n, t + 1]; "shipped" = of the shipped
+    model.
 
     Raises:
         ValueError: no such file.
     """
-    file = SHIPPED / "held_out.npz" if path == "shipped" else Path(path)
+    file = located("shipped") / "held_out.npz" if path == "shipped" else Path(path)
     try:
         with np.load(file, allow_pickle=False) as held:
             return {kind: held[kind][:sequences] for kind in held.files}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
+from sparsity_lab.models.deepseek_v41.checkpoint import located
 from sparsity_lab.pretrain_card import MODES
 
 CURVE_POINTS = 12  # rows of the loss curve
@@ -65,7 +65,7 @@ def read_card(name: str, path: str, figures: Mapping[str, Any]) -> tuple[Path, s
     Raises:
         ValueError: it holds no finished training.
     """
-    folder = SHIPPED if path == "shipped" else Path(path)
+    folder = located(path)
     inside = folder / "record.json"
     try:
         text = (inside if inside.is_file() else folder / "model" / "record.json").read_text(encoding="utf-8")

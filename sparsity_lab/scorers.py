@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparsity_lab import kernels
 from sparsity_lab.dense import RowTile, per_group
-from sparsity_lab.selection import visible_lengths
 
 REDUCTIONS = ("softmax", "logit")
 
@@ -130,7 +129,7 @@ class _Keys:
         grouped = queries.unflatten(0, (tile.kv_heads, -1)).flatten(1, 2)
         logits = self.logits(grouped, keys).view(len(queries), tile.rows.numel(), n)
         if self.head_reduction == "softmax" and n:
-            visible = visible_lengths(tile.rows, ratio).unsqueeze(-1)
+            visible = tile.visible(ratio).unsqueeze(-1)
             hidden = torch.arange(n, device=logits.device) >= visible
             # a finite fill keeps rows that see nothing yet free of NaN; such rows select nothing anyway
             logits = logits.masked_fill_(hidden, -1e30).softmax(dim=-1)
