@@ -230,7 +230,11 @@ def test_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_real_tokenizer_splits_as_in_training() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(assets.smollm2_folder())
+    try:
+        folder = assets.smollm2_folder()
+    except assets.AssetError as problem:
+        pytest.skip(f"the SmolLM2 weights cannot be fetched here: {problem}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     words = "a    12 b\n\n\tx = 3.14  # é"
     ids = tokenizer(words, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == words

@@ -411,6 +411,13 @@ def test_attention_that_a_family_does_not_have(checkpoint: Any, family: str) -> 
     assert load(checkpoint(family)).model.config._attn_implementation == "eager"
 
 
+def test_a_softcap_that_would_be_left_out_is_an_error() -> None:
+    inner = tiny_models.build("gemma2", attn_implementation="eager")
+    inner.config._attn_implementation = "sdpa"  # as some versions of transformers have it by default
+    with pytest.raises(ValueError, match=r"model=capped: attn_implementation=sdpa leaves out .* soft-cap of 3\.0"):
+        hf.HFModel(inner, name="capped", fingerprint="0")
+
+
 class Payload:
     """A pickle that leaves a file behind when it is read."""
 

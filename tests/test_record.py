@@ -444,7 +444,7 @@ def test_without_hydra_the_same_is_refused(options: dict[str, Any], message: str
 def test_what_was_left_out_is_refused_and_the_rest_is_exact(tmp_path: Path) -> None:
     model, documents = FakeModel(), fake_documents(2, LENGTH)
     plain = grid(["quest", "mean_key"], topk=4, compress_ratio=4)
-    lean = RecordedModel(make(tmp_path / "r", model, documents, values=False, inputs=False))
+    lean = RecordedModel(make(tmp_path / "r", model, documents, values=False, inputs=False), device="cpu")
     live = run(model, documents, plain, detail_rows=0)
     pd.testing.assert_frame_equal(
         run(lean, lean.documents(), plain, detail_rows=0).tallies, live.tallies, check_exact=True

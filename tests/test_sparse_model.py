@@ -35,6 +35,8 @@ SMALL = IndexerConfig(index_n_heads=2, index_head_dim=8, rope_head_dim=4, head_d
 @cache
 def dense(family: str) -> HFModel:
     changes = {} if family in tiny_models.NATIVE_FAMILIES else {"num_hidden_layers": LAYERS}
+    if family in tiny_models.EAGER_ONLY:
+        changes["attn_implementation"] = "eager"
     model = tiny_models.build(family, **changes)
     return HFModel(model, name=family, fingerprint=family)
 
@@ -53,6 +55,13 @@ def sparse(family: str, scorer: str = "quest", layers: Any = None, **fields: Any
 
 def tokens(length: int = LENGTH) -> torch.Tensor:
     return tiny_models.tokens(length, seed=3)
+
+
+def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to float32's rounding, in epsilons of the largest logit: these models' own logits are up to 20 off (against
+    float64, by the CPU's instructions), so two ways to compute them up to 40; a forgotten token makes over 100,000."""
+    atol = 40 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 def in_chunks(model: SparseModel, sizes: list[int]) -> torch.Tensor:
@@ -93,7 +102,7 @@ def test_newest_positions_are_a_mask_that_transformers_takes(ratio, sinks, windo
     with torch.inference_mode():
         expected = dense("llama").model(input_ids=tokens(), attention_mask=visible[None, None]).logits[0]
     assert not torch.allclose(expected, dense("llama").logits(tokens()), atol=1e-3)
-    torch.testing.assert_close(model.logits(tokens()), expected, atol=1e-5, rtol=0)
+    assert_same_logits(model.logits(tokens()), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +138,7 @@ def test_every_layer_takes_what_its_scores_say(family, scorer):
 )  # fmt: skip
 def test_everything_attended_is_dense(family, fields):
     model = sparse(family, **fields)
-    torch.testing.assert_close(model.logits(tokens()), dense(family).logits(tokens()), atol=1e-5, rtol=0)
+    assert_same_logits(model.logits(tokens()), dense(family).logits(tokens()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -239,7 +248,7 @@ def test_tiles_do_not_matter(monkeypatch, size):
     model = sparse("llama", candidate=POOL, index_source_layers=(0, 1, 2))
     expected = model.logits(tokens())
     monkeypatch.setattr(sparse_text, "default_tile", lambda heads, length: size)
-    torch.testing.assert_close(model.logits(tokens()), expected, atol=1e-5, rtol=0)
+    assert_same_logits(model.logits(tokens()), expected)
 
 
 def test_memory_is_that_of_a_tile(monkeypatch):

@@ -41,6 +41,7 @@ class HFModel:
         self._model_type: str = config.model_type
         self.native: NativeSelection | None = hf_native.native_selection_of(config)
         self._dense = attention == "dense"
+        self._check_softcap(name, getattr(config, "attn_logit_softcapping", None))
         if self._dense:
             self.attention += ", dense"
         self.num_layers: int = config.num_hidden_layers
@@ -161,6 +162,13 @@ class HFModel:
             for layer, module in self._attention.items()
             if native.topology.compress_ratios[layer] or getattr(module, "compressor", None) is None
         }
+
+    def _check_softcap(self, name: str, softcap: float | None) -> None:
+        """Some versions of transformers run sdpa without the soft-cap and say nothing; sparse attention has it."""
+        if softcap and self.attention == "sdpa":
+            raise ValueError(
+                f"model={name}: attn_implementation=sdpa leaves out this model's soft-cap of {softcap}; use eager"
+            )
 
     def _check_dense(self) -> None:
         """Refuse what only a family with a known indexer can do, and an indexer that is not known."""

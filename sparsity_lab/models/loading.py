@@ -69,18 +69,17 @@ def load(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"model.path={path}: has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
-    _keep_softcap(model, attn_implementation)
+    if not attn_implementation:
+        _keep_softcap(model)
     identity = identity or fingerprint(source, gguf_file=gguf_file, revision=revision)
     title = name or (Path(gguf_file).stem if gguf_file else Path(source).resolve().name)
     return HFModel(model.to(where), tokenizer, name=title, fingerprint=identity, attention=attention)
 
 
-def _keep_softcap(model: Any, asked: str | None) -> None:
-    """sdpa has no soft-cap; some versions of transformers leave it out without a word, and by default."""
+def _keep_softcap(model: Any) -> None:
+    """Some versions of transformers take sdpa by default, which has no soft-cap; `HFModel` refuses that."""
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if softcap and model.config._attn_implementation == "sdpa":
-        if asked:
-            raise ValueError(f"attn_implementation={asked}: leaves out this model's soft-cap of {softcap}; use eager")
         model.set_attn_implementation("eager")
 
 
