@@ -46,7 +46,7 @@ def check_selections(
     """Check P selections of a tile.
 
     Args:
-        order: int64 [P, g, R, L]; values: float64 [metric, K, P, g, R], NaN where undefined.
+        order: whole numbers [P, g, R, L]; values: float64 [metric, K, P, g, R], NaN where undefined.
     Raises:
         CheckError: with the layer, row, group, k and cell.
     """

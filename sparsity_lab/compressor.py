@@ -6,12 +6,16 @@ Source: the compressed sparse attention of DeepSeek V4.1's published inference c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sparsity_lab.norm import RMSNorm
+
+PLAIN = partial(nn.Linear, bias=False)
 
 
 @dataclass
@@ -42,17 +46,25 @@ class Compressor(nn.Module):
         head_dim: width of the latent.
         ratio: tokens a group.
         norm_eps: epsilon of the norm.
+        linear: makes a projection of (dim, head_dim).
     Raises:
         ValueError: ratio below 1.
     """
 
-    def __init__(self, dim: int, head_dim: int, ratio: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        dim: int,
+        head_dim: int,
+        ratio: int,
+        norm_eps: float,
+        linear: Callable[[int, int], nn.Module] = PLAIN,
+    ) -> None:
         super().__init__()
         if ratio < 1:
             raise ValueError(f"compress_ratio={ratio}: a compressor needs at least 1 token a group")
         self.ratio = ratio
-        self.wkv = nn.Linear(dim, head_dim, bias=False)
-        self.wgate = nn.Linear(dim, head_dim, bias=False) if ratio > 1 else None
+        self.wkv = linear(dim, head_dim)
+        self.wgate = linear(dim, head_dim) if ratio > 1 else None
         self.norm = RMSNorm(head_dim, norm_eps)
 
     def forward(self, x: Tensor, state: CompressorState | None = None) -> Tensor | None:
@@ -79,7 +91,7 @@ class Compressor(nn.Module):
             state.values, state.gates = values[:, complete:].clone(), gates[:, complete:].clone()
         if not complete:
             return None
-        return self.norm(self._pool(values[:, :complete], gates[:, :complete])).to(x.dtype)
+        return self.norm(self._pool(values[:, :complete], gates[:, :complete])).to(values.dtype)
 
     def _pool(self, values: Tensor, gates: Tensor) -> Tensor:
         """[b, m·r, d] twice -> float32 [b, m, d]."""

@@ -329,9 +329,20 @@ def reconstruction_error(tile: RowTile) -> Tensor:
     # a selection is a softmax of its own: dense probabilities may have underflowed where it looks
     p = tile.probabilities if attended is None else attention_probabilities(tile.acts, tile.rows, attended)
     p = p.unflatten(0, (v.shape[0], -1)).flatten(1, 2)
-    ours = torch.matmul(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
+    ours = _in_stretches(p, v).view(tile.probabilities.shape[0], -1, v.shape[-1]).transpose(0, 1)
     theirs = tile.acts.output_rows(tile.rows).float()
     return (ours - theirs).norm() / theirs.norm().clamp_min(1e-30)
+
+
+def _in_stretches(p: Tensor, v: Tensor, length: int = 2048) -> Tensor:
+    """p [k, rows, e] times v [k, e, dv]: the long sum cut in stretches, which a GPU adds up side by side."""
+    if not p.is_cuda:
+        return p @ v
+    whole = p.shape[-1] // length * length
+    parts = torch.matmul(
+        p[..., :whole].unflatten(-1, (-1, length)).transpose(1, 2), v[:, :whole].unflatten(1, (-1, length))
+    )
+    return parts.sum(1) + p[..., whole:] @ v[:, whole:]
 
 
 def kernel_error(tile: RowTile) -> Tensor:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsity_lab import kernels
+from sparsity_lab.compressor import PLAIN
 from sparsity_lab.index_state import CandidatePool, IndexRole, KeyCache, SharedIndexState
 from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import QuantFormat, check_format, check_hadamard_width, fake_quant, hadamard_transform
@@ -95,6 +96,7 @@ class Indexer(nn.Module):
         key_norm: "rms", "layer" (with bias, as V3.2) or "none".
         local_heads: how many of the heads this process holds; None = all.
         sum_ranks: adds up the processes' scores, which are sums over their heads.
+        linear: makes the query projection of (q_lora_rank, channels).
     Raises:
         ValueError: values that do not fit together.
     """
@@ -117,6 +119,7 @@ class Indexer(nn.Module):
         key_norm: KeyNorm = "rms",
         local_heads: int | None = None,
         sum_ranks: Callable[[Tensor], Tensor] | None = None,
+        linear: Callable[[int, int], nn.Module] = PLAIN,
     ) -> None:
         super().__init__()
         _check_config(index_n_heads, index_head_dim, rope_head_dim, rope_layout, rope_place, key_norm)
@@ -127,7 +130,7 @@ class Indexer(nn.Module):
         self.rope_layout, self.rope_place = rope_layout, rope_place
         self.relu, self.hadamard, self.quant = relu, hadamard, quant
         self.local_heads, self.sum_ranks = local_heads or index_n_heads, sum_ranks
-        self.wq_b = nn.Linear(q_lora_rank, self.local_heads * index_head_dim, bias=False)
+        self.wq_b = linear(q_lora_rank, self.local_heads * index_head_dim)
         self.weights_proj = nn.Linear(dim, self.local_heads, bias=False)
         self.wk = None if head_dim is None else nn.Linear(head_dim, index_head_dim, bias=False)
         self.k_norm = None if head_dim is None else _make_key_norm(key_norm, index_head_dim, norm_eps)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from sparsity_lab.activations import ObservableModel
 from sparsity_lab.compressor import Compressor
 from sparsity_lab.dense import RowTile
+from sparsity_lab.float32_linear import Float32Linear
 from sparsity_lab.indexer import Indexer, KeyNorm, index_scores
 from sparsity_lab.norm import RMSNorm
 from sparsity_lab.quant import QuantFormat
@@ -72,19 +73,20 @@ class IndexerConfig:
 
 
 class AttachedIndexer(nn.Module):
-    """Compressor and indexer of one layer of a dense model; its input is the attention block's input x."""
+    """Compressor and indexer of one layer of a dense model, float32; its input is the attention block's input x, of any
+    dtype."""
 
     def __init__(self, config: IndexerConfig, dim: int, ratio: int) -> None:
         super().__init__()
         c = config
         rank = c.q_lora_rank
-        self.wq_a = None if rank is None else nn.Linear(dim, rank, bias=False)
+        self.wq_a = None if rank is None else Float32Linear(dim, rank)
         self.q_norm = None if rank is None else RMSNorm(rank, c.norm_eps)
-        self.compressor = Compressor(dim, c.head_dim, ratio, c.norm_eps)
+        self.compressor = Compressor(dim, c.head_dim, ratio, c.norm_eps, Float32Linear)
         self.indexer = Indexer(
             dim, c.index_n_heads, c.index_head_dim, c.rope_head_dim, rank or dim, c.head_dim, c.norm_eps,
             rope_layout=c.rope_layout, rope_place=c.rope_place, relu=c.relu, hadamard=c.hadamard, quant=c.quant,
-            key_norm=c.key_norm,
+            key_norm=c.key_norm, linear=Float32Linear,
         )  # fmt: skip
         self.ratio = ratio
 
@@ -92,7 +94,7 @@ class AttachedIndexer(nn.Module):
         """Index keys of every complete group: x [b, t, dim], freqs_cis [t, rope/2] -> [b, n, d]."""
         latent = self.compressor(x)
         if latent is None:
-            return x.new_zeros(x.shape[0], 0, self.indexer.index_head_dim)
+            return x.new_zeros(x.shape[0], 0, self.indexer.index_head_dim, dtype=torch.float32)
         return self.indexer.keys(latent, freqs_cis[:: self.ratio][: latent.shape[1]])
 
     def scores(self, x: Tensor, keys: Tensor, freqs_cis: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -153,14 +155,14 @@ class Lightning:
 
     def scores(self, tile: RowTile, ratio: int, share: str) -> Tensor:
         module, (keys,) = self.module(tile.acts.layer, ratio), group_keys(self, tile, ratio)
-        x = tile.acts.input_rows(tile.rows).float()
+        x = tile.acts.input_rows(tile.rows)
         freqs = self._freqs(ratio, tile.length)[tile.rows]
         return module.scores(x, keys, freqs, tile.visible(ratio))
 
     def group_keys(self, layer: int, x: Tensor, k: Tensor, ratio: int, first: int) -> tuple[Tensor, ...]:
         """Index keys: see `scorers.GroupKeys`."""
         start = first * ratio
-        return (self.module(layer, ratio).keys(x.float(), self._freqs(ratio, start + x.shape[1])[start:]),)
+        return (self.module(layer, ratio).keys(x, self._freqs(ratio, start + x.shape[1])[start:]),)
 
     def _freqs(self, ratio: int, length: int) -> Tensor:
         """RoPE table of at least `length` rows."""

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparsity_lab import kernels
-from sparsity_lab.dense import RowTile, exact, group_sum, per_group, sink_share
+from sparsity_lab.dense import RowTile, exact, per_group, sink_share
 from sparsity_lab.selection import DROPPED, NEG_INF, in_blocks, on_device, order_positions, visible_lengths
 
 METRICS = (
@@ -50,14 +52,19 @@ class Truth:
 
     visible: Tensor  # int64 [R]
     order: Tensor  # int64 [g, R, min(kmax, n)], the oracle's order
-    rank: Tensor  # int32 [g, R, n + 1], place in that order, DROPPED beyond kmax
     mass: Tensor  # float64 [g, R, n + 1]: D, zero beyond the visible length
     total: Tensor  # float64 [g, R]: visible mass
     best: Tensor  # float64 [g, R, L]: mass of the first entries of the oracle's order
     raw_start: Tensor  # int64 [R]: first token attended raw
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
-    outside: Tensor  # float64 [g, R, n + 1]: the part of D that raw_mass does not hold
+    edge: Tensor | None  # float64 [g, R]: mass of the position that holds raw_start, before it; None = D is never raw
+    places: Tensor | None  # int64 [g, R, n + 1], for kernels: see `kernels.order_sums.packed`
     _blocks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """Place of every position in the oracle's order, int32 [g, R, n + 1], DROPPED beyond kmax."""
+        return ranks_of(self.order, self.mass.shape[-1])
 
     def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
         """D of whole blocks, float64 [g, R, nb], and the block of every place of the oracle's order, int64 [g, R, L],
@@ -89,35 +96,36 @@ def truth(tile: RowTile, share: str, ratio: int, window: int, kmax: int) -> Trut
         start = raw_start(tile.rows, 1 if compressed else ratio, window)  # such a layer has no tail but its window
         # the window plays no part in O_k
         order = oracle_order(tile, share, ratio, kmax)
-        mass, outside, raw_mass = _masses(tile, share, ratio, visible, start)
-        n = mass.shape[-1] - 1
-        return Truth(
-            visible=visible,
-            order=order,
-            rank=ranks_of(order, n + 1),
-            mass=mass,
-            total=mass.sum(-1),
-            best=mass.gather(-1, order.masked_fill(order < 0, n)).cumsum(-1),
-            raw_start=start,
-            raw_mass=raw_mass,
-            outside=outside,
-        )
+        found = _masses(tile, share, ratio, order, start)
+        n = found["mass"].shape[-1] - 1
+        best = found["mass"].gather(-1, order.masked_fill(order < 0, n)).cumsum(-1)
+        return Truth(visible=visible, order=order, best=best, raw_start=start, **found)
 
     return tile.keep(("truth", share, ratio, window, kmax), make)
 
 
-def _masses(tile: RowTile, share: str, ratio: int, visible: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`mass`, `outside` and `raw_mass` of a `Truth`."""
+def _masses(tile: RowTile, share: str, ratio: int, order: Tensor, start: Tensor) -> dict[str, Any]:
+    """`mass`, `total`, `edge`, `raw_mass` and `places` of a `Truth`."""
     if tile.has_kernels:
         from sparsity_lab.kernels.truth_masses import truth_masses
 
-        return truth_masses(tile.mean_mass(share), tile.acts.positions(tile.rows), visible, start, ratio)
+        positions = tile.acts.positions(tile.rows)
+        return truth_masses(tile.mean_mass(share), positions, tile.visible(ratio), start, order, ratio)._asdict()
     mass = F.pad(tile.mass(share, ratio).masked_fill(tile.hidden(ratio), 0.0), (0, 1))
     tokens = tile.token_mass(share)
     raw = torch.arange(tile.length, device=start.device) >= start.unsqueeze(-1)
-    compressed = tile.acts.compressed is not None
-    outside = mass if compressed else F.pad(group_sum(tokens.masked_fill(raw, 0.0), ratio), (0, 1))
-    return mass, outside, tokens.masked_fill(~raw, 0.0).sum(-1)
+    found = {"mass": mass, "total": mass.sum(-1), "raw_mass": tokens.masked_fill(~raw, 0.0).sum(-1)}
+    edge = None
+    if tile.acts.compressed is None:
+        at = (start // ratio * ratio).unsqueeze(-1) + torch.arange(ratio, device=start.device)
+        members = tokens.gather(-1, at.clamp(max=tile.length - 1).expand(len(tokens), -1, -1))
+        edge = members.masked_fill(at >= start.unsqueeze(-1), 0.0).sum(-1)
+    places = None
+    if kernels.usable(mass):
+        from sparsity_lab.kernels.order_sums import packed
+
+        places = packed(mass, order)
+    return {**found, "edge": edge, "places": places}
 
 
 def oracle_order(tile: RowTile, share: str, ratio: int, limit: int | None = None) -> Tensor:
@@ -177,7 +185,7 @@ def selection_metrics(
 ) -> dict[str, Tensor]:
     """The metrics of P selections that need the group's mass alone, and `hits` = |S ∩ O_k|.
 
-    order: int64 [P, g, R, L]. Each value is float64 [K, P, g, R].
+    order: whole numbers [P, g, R, L]. Each value is float64 [K, P, g, R].
     """
     hits, kept, outside, raw_tokens, top1 = _sums_of(order, ratio, true, budgets)
     best = first_of(true.best, budgets).unsqueeze(1).expand_as(kept)
@@ -197,14 +205,18 @@ def selection_metrics(
 
 def _sums_of(order: Tensor, ratio: int, true: Truth, budgets: Sequence[int]) -> Sequence[Tensor]:
     """Of the first k entries: |S ∩ O_k|, mass, mass and tokens outside the raw window, whether they hold the best."""
-    if kernels.usable(order):
+    if true.places is not None:
         from sparsity_lab.kernels.order_sums import order_sums
 
-        return order_sums(order, true.rank, true.mass, true.outside, true.raw_start, ratio, budgets).unbind()
-    at = order.masked_fill(order < 0, true.mass.shape[-1] - 1)
-    rank = look_up(true.rank, at)
-    tokens = (true.raw_start.unsqueeze(-1) - order * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
-    parts = (look_up(true.mass, at), look_up(true.outside, at), tokens.double(), (rank == 0).double())
+        return order_sums(order, true.places, true.edge, true.raw_start, ratio, budgets).unbind()
+    at = order.long().masked_fill(order < 0, true.mass.shape[-1] - 1)
+    rank, mass = look_up(true.rank, at), look_up(true.mass, at)
+    tokens = (true.raw_start.unsqueeze(-1) - at * ratio).clamp_(0, ratio).masked_fill_(order < 0, 0)
+    outside = mass
+    if true.edge is not None:
+        outside = mass.masked_fill(tokens == 0, 0.0)
+        outside = torch.where((tokens > 0) & (tokens < ratio), true.edge.unsqueeze(-1), outside)
+    parts = (mass, outside, tokens.double(), (rank == 0).double())
     chosen = within(budgets, order.shape[-1], order.device)
     # entry i of the order is in S and in O_k iff i < k and its place in the oracle's order is < k
     both = torch.maximum(rank, torch.arange(order.shape[-1], dtype=torch.int32, device=order.device))
@@ -223,8 +235,12 @@ class Pools:
 
 def pools_of(ranks: Tensor, topk_blocks: Sequence[int], block_size: int, true: Truth, budgets: Sequence[int]) -> Pools:
     """The pools of one source: the best `topk_blocks` blocks each, by int32 ranks [g, R, nb]."""
-    sizes = on_device(topk_blocks, ranks.device, torch.int32).view(-1, 1, 1, 1)
     mass, at = true.blocks(block_size)
+    if kernels.usable(ranks):
+        from sparsity_lab.kernels.pools import pools_of as look
+
+        return Pools(*look(ranks, topk_blocks, true.order, block_size, mass, budgets))
+    sizes = on_device(topk_blocks, ranks.device, torch.int32).view(-1, 1, 1, 1)
     held = (ranks.gather(-1, at) < sizes) & (true.order >= 0)
     return Pools(first_of(held.cumsum(-1, dtype=torch.int32), budgets).double(), (mass * (ranks < sizes)).sum(-1))
 
@@ -288,7 +304,7 @@ def head_metrics(
     worst_head_coverage: smallest share of a head's own visible mass; heads without any do not count. output_error:
     ‖o_S − o‖ / ‖o‖, softmax renormalised over the attended entries, mean over the group's heads.
     """
-    order = order[:, :, few.at]
+    order = order[:, :, few.at].long()
     worst = torch.stack([_worst_head(one, few, budgets) for one in order], dim=1)
     raw = _raw_output(tile, true, few)
     error = torch.stack([_output_error(tile, one, ratio, true, few, raw, budgets) for one in order], dim=1)

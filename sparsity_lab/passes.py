@@ -99,7 +99,7 @@ class Tally:
 class Choice(NamedTuple):
     """What a selector chose in a layer for some cells, which then differ in budget only."""
 
-    order: Tensor  # int64 [g, R, L], best first, -1 = nothing
+    order: Tensor  # whole numbers [g, R, L], best first, -1 = nothing
     pool: Candidate | None
     ranks: Tensor | None  # int32 [g, R, nb], block ranks of the pool's source
     example: Cell

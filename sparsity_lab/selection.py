@@ -87,15 +87,18 @@ def _sort_keys(scores: Tensor) -> Tensor:
     return keys
 
 
-def order_positions(scores: Tensor, limit: int | None = None, doubts: Doubts | None = None) -> Tensor:
+def order_positions(
+    scores: Tensor, limit: int | None = None, doubts: Doubts | None = None, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Positions by falling score, ties to the lowest position; -inf positions are unreachable and become -1.
 
     Args:
         scores: float32 [..., n].
         limit: only the best `limit` are needed (default: all n).
         doubts: take up whether scores hold NaN (default: look at once).
+        dtype: of the result, int64 or int32.
     Returns:
-        int64 [..., min(limit, n)], reachable positions first, then -1.
+        [..., min(limit, n)], reachable positions first, then -1.
     Raises:
         ValueError: scores are not float32 or hold NaN.
     """
@@ -103,27 +106,27 @@ def order_positions(scores: Tensor, limit: int | None = None, doubts: Doubts | N
     n = scores.shape[-1]
     limit = n if limit is None else min(limit, n)
     if scores.device.type != "cpu":
-        return _order_on_device(scores, limit)
+        return _order_on_device(scores, limit, dtype)
     array = _sort_keys(scores).numpy()  # numpy's vectorised integer sort is several times faster than torch's
     if limit < n:
         array.partition(max(limit - 1, 0), axis=-1)
         array = array[..., :limit].copy()
     array.sort(axis=-1)
     keys = torch.from_numpy(array)
-    return (keys & _LOW).masked_fill_((keys >> 32) == _UNREACHABLE, -1)
+    return (keys & _LOW).masked_fill_((keys >> 32) == _UNREACHABLE, -1).to(dtype)
 
 
-def _order_on_device(scores: Tensor, limit: int) -> Tensor:
+def _order_on_device(scores: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
     """The same order by a stable sort, which keeps equal scores by position, of all scores or of the best `limit`."""
     if limit == scores.shape[-1] or not kernels.usable(scores):
         scores, order = (scores + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: -0 counts as +0
-        scores, order = scores[..., :limit], order[..., :limit]
-        return order.masked_fill(scores == NEG_INF, -1)
+        scores, order = scores[..., :limit], order[..., :limit].to(dtype)
+        return order.masked_fill_(scores == NEG_INF, -1)
     from sparsity_lab.kernels.select import top_positions
 
     picks = top_positions(scores, limit)
     best = scores.gather(-1, picks.clamp(min=0)).masked_fill_(picks < 0, NEG_INF)
-    return picks.gather(-1, (best + 0.0).sort(dim=-1, descending=True, stable=True).indices)
+    return picks.gather(-1, (best + 0.0).sort(dim=-1, descending=True, stable=True).indices).to(dtype)
 
 
 def adjust_scores(

@@ -11,6 +11,7 @@ from sparsity_lab import kernels, metrics
 from sparsity_lab.dense import RowTile
 from sparsity_lab.indexer import index_scores as plain_scores
 from sparsity_lab.kernels import dense_mass, index_scores, order_sums, select, truth_masses
+from sparsity_lab.kernels import pools as pool_kernel
 from sparsity_lab.scorers import Random
 from sparsity_lab.selecting import restrict
 from sparsity_lab.selection import NEG_INF, block_scores, order_positions, rank_blocks
@@ -36,6 +37,7 @@ def fresh(monkeypatch):
         monkeypatch.setattr(select, "STEP", 32)
         monkeypatch.setattr(order_sums, "STEP", 32)
         monkeypatch.setattr(truth_masses, "STEP", 32)
+        monkeypatch.setattr(pool_kernel, "STEP", 32)
 
 
 @pytest.fixture
@@ -159,51 +161,90 @@ def tied_scores(*shape: int) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("k", [1, 40, 150])
-def test_top_positions_are_those_of_the_order(k, poisoned):
+def test_top_positions_are_those_of_the_order(k, at_once, poisoned, monkeypatch):
+    monkeypatch.setattr(select, "IN_REGISTERS", 150 if at_once else 0)
     scores = tied_scores(2, 7, 150)
+    scores[1, 2] *= 1e30  # far beyond the others, either sign
     wanted = order_positions(scores.cpu(), k).to(DEVICE)
     ascending = torch.where(wanted < 0, 10**9, wanted).sort(-1).values
     assert torch.equal(select.top_positions(scores, k), torch.where(ascending == 10**9, -1, ascending))
 
 
-def test_restrict_keeps_what_the_walk_keeps(poisoned):
+def test_all_of_a_row_can_be_the_best_of_it():
+    scores = torch.tensor([[1.0, NEG_INF, 0.0, -2.0], [NEG_INF] * 4, [3.0, 3.0, 3.0, 3.0]], device=DEVICE)
+    assert select.top_positions(scores, 4).tolist() == [[0, 2, 3, -1], [-1] * 4, [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("pools", [[5], [1, 5, 30], [3, 1, 2, 19, 7, 4]])
+def test_restrict_keeps_what_the_walk_keeps(pools, dtype, poisoned):
     scores = tied_scores(2, 7, 150)
     order = order_positions(scores)
     ranks = rank_blocks(scores, torch.full((2, 7), 150, device=DEVICE), 8)
-    pools = [1, 5, 30]
     wanted = restrict(order.cpu(), ranks.cpu(), 8, pools, 60)
-    assert torch.equal(select.restrict(order, ranks, 8, pools, 60).cpu(), torch.stack(wanted))
+    found = select.restrict(order.to(dtype), ranks, 8, pools, 60)
+    assert found.dtype == dtype
+    assert torch.equal(found.cpu().long(), torch.stack(wanted))
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("budgets", [[1, 7, 33, 64], [5], [10, 70, 100]])
-def test_order_sums(budgets, poisoned):
-    mass = torch.randint(0, 1000, (2, 5, 91), device=DEVICE).double() / 1024
+def test_order_sums(budgets, apart, poisoned):
+    mass = torch.randint(0, 2**20, (2, 5, 91), device=DEVICE).double() / 2**20
     mass[..., -1] = 0
     order = order_positions(torch.randn(3, 2, 5, 90, device=DEVICE))[..., :70]
     order[1, :, :, 50:] = -1
-    rank = metrics.ranks_of(order_positions(mass[..., :-1].float(), 60), 91)
+    best = order_positions(mass[..., :-1].float(), 60)
+    best[0, 3, 20:] = -1
+    edge = None if apart else torch.rand(2, 5, device=DEVICE).mul(1000).floor().double() / 1024
     true = types.SimpleNamespace(
-        mass=mass, outside=mass / 2, rank=rank, raw_start=torch.randint(0, 180, (5,), device=DEVICE)
+        mass=mass, edge=edge, rank=metrics.ranks_of(best, 91), raw_start=torch.randint(0, 180, (5,), device=DEVICE)
     )
-    found = order_sums.order_sums(order, rank, mass, mass / 2, true.raw_start, 2, budgets)
-    on_cpu = types.SimpleNamespace(**{name: value.cpu() for name, value in vars(true).items()})
+    found = order_sums.order_sums(order.int(), order_sums.packed(mass, best), edge, true.raw_start, 2, budgets)
+    on_cpu = types.SimpleNamespace(**{k: v.cpu() if v is not None else v for k, v in vars(true).items()}, places=None)
     assert torch.equal(found.cpu(), torch.stack(list(metrics._sums_of(order.cpu(), 2, on_cpu, budgets))))
 
 
+def test_masses_and_places_share_a_number():
+    mass = torch.tensor([[0.0, 1 + 2.0**-20, 2.0**-48, 0.0]], device=DEVICE, dtype=torch.float64)
+    found = order_sums.packed(mass, torch.tensor([[1, 2, -1]], device=DEVICE))
+    assert torch.equal((found >> order_sums.RANK_BITS).double() * 2.0**-48, mass)
+    assert (found & 0x3FFF).tolist() == [[0x3FFF, 0, 1, 0x3FFF]]
+    assert order_sums.packed(mass, torch.full((1, 1 << 14), -1, device=DEVICE)) is None
+
+
+@pytest.mark.parametrize("pools", [[4], [1, 6, 30]])
+def test_what_pools_hold(pools, poisoned):
+    scores = tied_scores(2, 7, 150)
+    mass = torch.randint(0, 2**20, (2, 7, 151), device=DEVICE).double() / 2**20
+    ranks = rank_blocks(scores, torch.full((2, 7), 150, device=DEVICE), 8)
+    order = order_positions(tied_scores(2, 7, 150), 60)
+    parts = {"visible": None, "best": None, "raw_start": None, "raw_mass": None, "edge": None, "places": None}
+    true = metrics.Truth(order=order.cpu(), mass=mass.cpu(), total=mass.sum(-1), **parts)
+    wanted = metrics.pools_of(ranks.cpu(), pools, 8, true, [1, 5, 33, 80])
+    blocks = true.blocks(8)[0].to(DEVICE)
+    held, own = pool_kernel.pools_of(ranks, pools, order, 8, blocks, [1, 5, 33, 80])
+    assert torch.equal(held.cpu(), wanted.oracle_hits)
+    assert torch.equal(own.cpu(), wanted.mass)
+
+
+@pytest.mark.parametrize("window", [0, 9, 70])
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_truth_masses(ratio, poisoned):
+def test_truth_masses(ratio, window, poisoned):
     rows = torch.tensor([0, 1, 4, 33, 69], device=DEVICE)
     mean = torch.rand(2, 5, 70, device=DEVICE).masked_fill(torch.arange(70, device=DEVICE) > rows[:, None], 0.0) / 7
-    visible, start = (rows + 1) // ratio, metrics.raw_start(rows, ratio, 9)
-    mass, outside, raw = truth_masses.truth_masses(mean, rows, visible, start, ratio)
+    visible, start = (rows + 1) // ratio, metrics.raw_start(rows, ratio, window)
     acts = types.SimpleNamespace(compressed=None, q=torch.empty(0), k=torch.empty(1, 1, 70, 0))
     tile = RowTile(acts, rows.cpu(), "", 0)
     tile._cache["mean", "layer"] = mean.cpu()
-    wanted = metrics._masses(tile, "layer", ratio, visible.cpu(), start.cpu())
-    assert torch.equal(mass.cpu(), wanted[0])
-    assert torch.equal(outside.cpu(), wanted[1])
-    assert torch.equal(raw.cpu(), wanted[2])
+    order = metrics.oracle_order(tile, "layer", ratio, 12)
+    found = truth_masses.truth_masses(mean, rows, visible, start, order.to(DEVICE), ratio)._asdict()
+    wanted = metrics._masses(tile, "layer", ratio, order, start.cpu())
+    wanted["places"] = order_sums.packed(wanted["mass"], order)
+    for name, plain in wanted.items():
+        assert torch.equal(found[name].cpu(), plain), name
 
 
 def test_random_scores_are_the_same_everywhere():

@@ -47,4 +47,4 @@ def test_the_order_on_a_gpu_is_that_on_a_cpu(limit, with_kernels, monkeypatch):
     scores[2] *= torch.tensor([1.0, -0.0]).repeat(20)
     wanted = order_positions(scores, limit)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert torch.equal(selection._order_on_device(scores.to(device), limit).cpu(), wanted)
+    assert torch.equal(selection._order_on_device(scores.to(device), limit, torch.int64).cpu(), wanted)

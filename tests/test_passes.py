@@ -349,7 +349,7 @@ def broken_run(scorer: str = "recency", checks: bool = True, **selection):
     return run([Cell(scorer, Selection(**({"compress_ratio": 2, "topk": 3} | selection)))], tiles, checks=checks)
 
 
-def reverse_order(scores, limit=None, doubts=None):
+def reverse_order(scores, limit=None, doubts=None, dtype=torch.int64):
     order = passes_order(scores).flip(-1)  # -1 entries come first then, so they are moved to the end again
     order = order.gather(-1, (order < 0).int().sort(dim=-1, stable=True).indices)
     return order if limit is None else order[..., :limit]
@@ -401,7 +401,7 @@ def test_a_broken_invariant_is_reported(what, monkeypatch):
     broken_run(scorer, checks=False)
 
 
-def without_position_1(scores, limit=None, doubts=None):
+def without_position_1(scores, limit=None, doubts=None, dtype=torch.int64):
     order = passes_order(scores, limit)
     return order.masked_fill(order == 1, -1)
 

@@ -134,7 +134,7 @@ class Text:
         """int64 [g, R, ≤ k]."""
         layer = tile.acts.layer
         pool = self.selector.pool(layer, self.cell.selection.candidate)
-        order = self.selector.select(tile)[pool]
+        order = self.selector.select(tile)[pool].long()
         if self.watcher is not None and layer in self.layers:
             inside = None
             if pool is not None:
