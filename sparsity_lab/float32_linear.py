@@ -14,17 +14,18 @@ from torch import Tensor, nn
 PARTS = 3
 
 
-def parts_of(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Three 16-bit tensors whose sum is x, float32 [...], the largest first."""
+def parts_of(x: Tensor) -> list[Tensor]:
+    """Three bfloat16 tensors whose sum is x, float32 [...], the largest first."""
     parts, left = [], x
     for _ in range(PARTS):
-        parts.append(left.to(dtype))
+        parts.append(left.bfloat16())
         left = left - parts[-1].float()
     return parts
 
 
-def split_product(x: Tensor, parts: Tensor) -> Tensor:
-    """x [..., n] bfloat16 on a GPU times a weight in parts [3 * m, n], the smallest first, float32 [..., m]."""
+def split_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., n] bfloat16 on a GPU times a float32 weight [m, n], float32 [..., m]."""
+    parts = torch.cat(parts_of(weight)[::-1])  # the smallest first, for the sum
     products = torch.mm(x.flatten(0, -2), parts.T, out_dtype=torch.float32)
     return products.unflatten(-1, (PARTS, -1)).sum(1).unflatten(0, x.shape[:-1])
 
@@ -34,16 +35,12 @@ class Float32Linear(nn.Linear):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out, bias=False)
-        self._split: tuple[tuple[int, int], Tensor] | None = None  # parts of a weight that is no longer trained
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if x.dtype != torch.bfloat16 or not x.is_cuda or weight.requires_grad or not _mm_widens():
-            return F.linear(x.float(), weight)
-        key = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if self._split is None or self._split[0] != key:
-            self._split = key, torch.cat(parts_of(weight)[::-1])
-        return split_product(x, self._split[1])
+        learns = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
+        if x.dtype == torch.bfloat16 and x.is_cuda and not learns and _mm_widens():
+            return split_product(x, self.weight)
+        return F.linear(x.float(), self.weight)
 
 
 def _mm_widens() -> bool:
