@@ -16,7 +16,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import benchmark, benchmark_gpu, config, schemas
+from sparsity_lab import benchmark, benchmark_gpu, config, console, schemas
 from sparsity_lab.job import machine
 
 schemas.register()
@@ -57,4 +57,5 @@ def _record(job: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, 
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

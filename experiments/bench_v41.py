@@ -13,7 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from sparsity_lab import config, schemas
+from sparsity_lab import config, console, schemas
 from sparsity_lab.benchmark import write_record
 from sparsity_lab.benchmark_v41 import compare
 from sparsity_lab.job import machine
@@ -34,4 +34,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

@@ -45,4 +45,5 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

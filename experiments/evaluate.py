@@ -36,4 +36,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

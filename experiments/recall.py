@@ -33,4 +33,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

@@ -39,4 +39,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import TracebackType
 from typing import IO, Any
 
 import pandas as pd
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,6 +29,7 @@ from sparsity_lab.figures.table import (
 )
 from sparsity_lab.results import Results
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
 MAX_CELLS = 60
 TABLE_METRICS = {
     "recall": "recall",
@@ -205,3 +210,21 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def plain_errors() -> None:
+    """From now on a command says what is wrong with its input in words alone; HYDRA_FULL_ERROR=1 shows the stack."""
+    if os.environ.get(FULL_ERROR) is None:
+        os.environ[FULL_ERROR] = "1"  # Hydra then hands errors on, instead of printing a stack of its own
+        sys.excepthook = _in_words
+
+
+def _in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif issubclass(kind, ValueError | OSError | HydraException | OmegaConfBaseException):
+        if error.__cause__ is not None and isinstance(error, HydraException):
+            print(error.__cause__, file=sys.stderr)  # says which key, and why
+        print(f"({FULL_ERROR}=1 shows where)\n{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from sparsity_lab import console
 from sparsity_lab.metrics import METRICS
 from sparsity_lab.results import TALLY_SCHEMA, load
 
@@ -271,6 +272,32 @@ def test_what_hydra_refuses_is_named(args, key, run, tmp_path):
     assert done.code == 1
     assert key in done.err
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("arg", "last"),
+    [
+        ("selection.topk=0", "ValueError: selection.topk=0: must be at least 1"),
+        ("measure.rows=abc", "ConfigCompositionException: Error merging override measure.rows=abc"),
+    ],
+)
+def test_bad_input_is_told_in_words_and_the_stack_only_if_asked(arg, last, tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    command = [*tiny, f"results_dir={tmp_path}", arg]
+    done = cli.shell(*command)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
+    assert "Traceback" not in done.stderr
+    assert arg.split("=")[0] in done.stderr
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert "Traceback" in cli.shell(*command).stderr
+
+
+def test_faults_keep_their_stack(capsys):
+    for error in (RuntimeError("a fault"), ValueError("bad input"), KeyboardInterrupt()):
+        console._in_words(type(error), error, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "RuntimeError: a fault", "(HYDRA_FULL_ERROR=1 shows where)", "ValueError: bad input", "interrupted",
+    ]  # fmt: skip
 
 
 def test_a_bool_given_as_text_is_read_as_one(run, tmp_path):
