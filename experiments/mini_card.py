@@ -50,10 +50,12 @@ def main(cfg: DictConfig) -> float:
             write_text(Path(settings["record"]), json.dumps(found, indent=1) + "\n")
     if settings["training"] is not None:
         path, text = pretrain_report.read_card(model.name, settings["training"], found)
+        curve = pretrain_report.write_curve(model.name, settings["training"])
         write_text(path, text)
-        log.info("card: %s", path)
+        log.info("card: %s, with %s", path, curve.name)
     return found["held_out"]["sparse_over_dense"]
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

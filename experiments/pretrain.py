@@ -3,6 +3,7 @@
 python experiments/pretrain.py experiment=pretrain/smoke
 python experiments/pretrain.py experiment=pretrain/v41_mini
 torchrun --nproc-per-node 4 experiments/pretrain.py experiment=pretrain/v41_mini
+torchrun --nproc-per-node 8 experiments/pretrain.py model.size=mid recipe.parallel=fsdp
 python experiments/pretrain.py experiment=pretrain/indexers model.path=results/pretrain/v41_mini/model
 """
 
@@ -60,4 +61,5 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
+    console.plain_errors()
     main()

@@ -23,6 +23,7 @@ from sparsity_lab.figures.heads import head_spread
 from sparsity_lab.figures.look import save
 from sparsity_lab.figures.maps import by_layer
 from sparsity_lab.figures.pareto import draw_cost_coverage as cost_coverage
+from sparsity_lab.figures.pretraining import draw_pretraining as pretraining
 from sparsity_lab.figures.reuse import draw_reuse as reuse
 from sparsity_lab.figures.source import draw_pool_sizes as pool_sizes
 from sparsity_lab.figures.source import draw_ranking as source_ranking
@@ -51,6 +52,7 @@ __all__ = [
     "head_spread",
     "over_layers",
     "pool_sizes",
+    "pretraining",
     "recall",
     "reuse",
     "save",

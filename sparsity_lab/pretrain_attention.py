@@ -11,6 +11,7 @@ Source: the indexer training of the DeepSeek V3.2 report; a layer that reuses a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -28,6 +29,11 @@ from sparsity_lab.selection import adjust_scores, block_scores
 Stage = Literal["dense", "sparse", "pool"]
 ALIGN = 8  # keys and channels come in multiples of this many, as matrix units like them
 NEVER = float("-inf")
+
+
+def weigh(logits: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention probabilities of a tile: logits [b, rows, h, m], bias [1 or b, rows, m]."""
+    return torch.add(bias.unsqueeze(-2), logits, alpha=scale).softmax(dim=-1)
 
 
 @dataclass
@@ -49,12 +55,14 @@ class TrainingCall(Call):
             candidate pool.
         tile: query rows of a tile, a multiple of `stride`; phase: the first of the rows indexers are trained on,
             below `stride`.
+        weigh: what computes the function of this name.
     """
 
     stage: Stage = "dense"
     tile: int = 512
     stride: int = 16
     phase: int = 0
+    weigh: Callable[[Tensor, Tensor, float], Tensor] = weigh
     targets: dict[int, IndexTarget] = field(default_factory=dict)  # index source -> what it learns from
     pool: Tensor | None = None  # bool [b, s, n]
     keys: dict[int, Tensor] = field(default_factory=dict)  # KV source -> index keys [b, n, d]
@@ -144,7 +152,7 @@ class TrainingCall(Call):
             keys = torch.cat([window[:, begin:last], compressed[:, :most], answers], dim=1)
             logits = (q[:, first:last].flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, (-1, heads))
             bias = self._bias(layer, begin, first, last, q, selected)
-            p = torch.add(bias.unsqueeze(-2), logits, alpha=scale).softmax(dim=-1)
+            p = self.weigh(logits, bias, scale)
             outs.append((p.flatten(1, 2) @ keys[..., :width]).unflatten(1, (-1, heads)))
             if most:
                 seen = p.detach()[:, self.rows, :, last - begin : last - begin + most].float().sum(2)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsity_lab.models.deepseek_v41 import DeepseekV41Config, DeepseekV41Model, size_config
 from sparsity_lab.models.deepseek_v41.checkpoint import load_checkpoint, located, read_config
@@ -77,14 +78,13 @@ def _from_checkpoint(config: DeepseekV41Config, seed: int, device: torch.device,
     return model
 
 
-def in_bfloat16(model: DeepseekV41Model) -> DeepseekV41Model:
-    """A copy on the CPU with weights as they are served; what V4.1 keeps in float32 stays so."""
-    copy = build(model.config, shard=SINGLE, device="cpu", dtype=torch.bfloat16)
-    kept = dict(model.named_parameters())
+def in_bfloat16(config: DeepseekV41Config, weights: Mapping[str, Tensor]) -> DeepseekV41Model:
+    """A model on the CPU with such weights as they are served; what V4.1 keeps in float32 stays so."""
+    model = build(config, shard=SINGLE, device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():
-        for name, p in copy.named_parameters():
-            p.copy_(kept[name])
-    return copy
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    return model
 
 
 def flops_per_token(config: DeepseekV41Config, length: int, *, backward: bool = True) -> float:

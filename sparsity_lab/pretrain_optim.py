@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sparsity_lab.pretrain_shard import joined, local, part, whole
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
@@ -33,7 +36,8 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised; for matrices [rows, columns] and stacks of them [n, rows, columns].
 
-    Matrices of one shape are handled together.
+    Matrices of one shape are handled together. Sharded ones have a sharded momentum; it is gathered for the update, of
+    which every process applies its part.
     """
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
@@ -52,21 +56,23 @@ class Muon(torch.optim.Optimizer):
                 self._move(group, shape, params)
 
     def _move(self, group: dict[str, Any], shape: tuple[int, ...], params: list[Tensor]) -> None:
-        grads = [p.grad.float() for p in params if p.grad is not None]
+        grads = [local(p.grad).float() for p in params if p.grad is not None]
         kept = []
         for p in params:
             state = self.state[p]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
-            kept.append(state["momentum"])
+            kept.append(local(state["momentum"]))
         torch._foreach_lerp_(kept, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, kept, group["momentum"])
-        stacked = torch.cat([u.reshape(-1, *shape) for u in ahead])
+        gathered = [whole(joined(u, p)) for u, p in zip(ahead, params, strict=True)]
+        stacked = torch.cat([u.reshape(-1, *shape) for u in gathered])
         size = 0.2 * max(shape) ** 0.5  # the root mean square of AdamW's updates
         updates = orthogonalised(stacked).split([p.numel() // (shape[0] * shape[1]) for p in params])
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        moves = [u.reshape(p.shape).to(p.dtype) for u, p in zip(updates, params, strict=True)]
-        torch._foreach_add_(params, moves, alpha=-group["lr"] * size)
+        own = [local(p) for p in params]
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        moves = [part(u.reshape(p.shape), p).to(p.dtype) for u, p in zip(updates, params, strict=True)]
+        torch._foreach_add_(own, moves, alpha=-group["lr"] * size)
 
 
 def is_indexer(name: str) -> bool:
@@ -100,16 +106,18 @@ def make(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rates = {"matrices": lr, "embed": embed_lr, "indexer": index_lr, "mixing": mixing_lr, "rest": lr}
     decays = {"matrices": weight_decay}
-    groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
+    # sharded and whole parameters cannot be moved together
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {(kind, cut): [] for kind in rates for cut in (False, True)}
     for name, p in named:
-        groups[kind_of(name, p)].append(p)
+        groups[kind_of(name, p), isinstance(p, DTensor)].append(p)
     made = {
-        name: {"params": params, "lr": rates[name], "peak": rates[name], "weight_decay": decays.get(name, 0.0)}
-        for name, params in groups.items()
+        (kind, cut): {"params": params, "lr": rates[kind], "peak": rates[kind], "weight_decay": decays.get(kind, 0.0)}
+        for (kind, cut), params in groups.items()
         if params
     }
     fused = named[0][1].is_cuda
-    if optimiser == "muon" and "matrices" in made:
-        muon = Muon([made.pop("matrices")], lr=lr)
+    matrices = [made.pop(key) for key in list(made) if optimiser == "muon" and key[0] == "matrices"]
+    if matrices:
+        muon = Muon(matrices, lr=lr)
         return [muon, torch.optim.AdamW(list(made.values()), lr=lr, betas=BETAS, fused=fused)]
     return [torch.optim.AdamW(list(made.values()), lr=lr, betas=BETAS, fused=fused)]

@@ -12,6 +12,7 @@ from sparsity_lab.pretrain_attention import Stage
 
 TRAINED = ("all", "indexers")
 OPTIMISERS = ("muon", "adamw")
+PARALLEL = ("ddp", "fsdp")
 DTYPES = ("bfloat16", "float32")
 
 
@@ -45,6 +46,8 @@ class PretrainRecipe:
     dtype: str = "bfloat16"
     every_expert: bool = True
     fused_sinkhorn: bool = True
+    parallel: str = "ddp"
+    compile: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +69,8 @@ class PretrainRecipe:
             raise ValueError(f"recipe.dense={self.dense}, recipe.sparse={self.sparse}: must add up to at most 1")
         if self.tile % self.stride:
             raise ValueError(f"recipe.tile={self.tile}: must be a multiple of recipe.stride={self.stride}")
-        for name, allowed in (("train", TRAINED), ("optimiser", OPTIMISERS), ("dtype", DTYPES)):
+        choices = {"train": TRAINED, "optimiser": OPTIMISERS, "parallel": PARALLEL, "dtype": DTYPES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"recipe.{name}={getattr(self, name)!r}: must be one of {', '.join(allowed)}")
 
@@ -80,6 +84,11 @@ class PretrainRecipe:
     def frozen(self) -> bool:
         """Whether everything but the indexers stays as it is."""
         return self.train == "indexers"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the processes share one model's weights, gradients and optimiser state."""
+        return self.parallel == "fsdp"
 
     def rate(self, step: int, steps: int) -> float:
         """Factor of all peak learning rates: up in `warmup` steps, constant, down to 0 over the last `decay` of all."""

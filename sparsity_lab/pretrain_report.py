@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ import pandas as pd
 
 from sparsity_lab.models.deepseek_v41.checkpoint import located
 from sparsity_lab.pretrain_card import MODES
+from sparsity_lab.pretrain_record import of_indexers, read_record, trainings
 
-CURVE_POINTS = 12  # rows of the loss curve
+CURVE_POINTS = 6  # rows of the table beside the loss curve
+CURVE = "loss_curve.png"
 
 
 def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve: pd.DataFrame) -> str:
@@ -21,7 +22,7 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
     Args:
         record: `record.json` of the (last) training; figures: what experiments/mini_card.py found; curve: training.csv.
     """
-    stages = _stages(record)
+    stages = trainings(record)
     corpus, shares = stages[0]["corpus"], stages[0]["config"]["data"]["shares"]
     parts = [
         f"# {name}",
@@ -39,6 +40,7 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["coverage"]["layers"].items())
         + f" (mean {figures['coverage']['mean']:.3f}, worst {figures['coverage']['worst']:.3f}).",
         "## Training",
+        f"![Training loss, held-out bits a byte and coverage by the tokens seen]({CURVE})",
         _table(_thinned(curve), "{:.4g}"),
         "Losses are in nats a token, `bits` in bits a byte of held-out text; `index_loss` is the indexers' mean KL.",
         "## Data",
@@ -66,23 +68,30 @@ def read_card(name: str, path: str, figures: Mapping[str, Any]) -> tuple[Path, s
         ValueError: it holds no finished training.
     """
     folder = located(path)
-    inside = folder / "record.json"
     try:
-        text = (inside if inside.is_file() else folder / "model" / "record.json").read_text(encoding="utf-8")
-        return folder / "README.md", card(name, json.loads(text), figures, pd.read_csv(folder / "training.csv"))
+        if (record := read_record(folder)) is None:
+            raise ValueError("no record.json")
+        return folder / "README.md", card(name, record, figures, pd.read_csv(folder / "training.csv"))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"training={path}: no training that can be read ({error!r})") from error
 
 
-def _stages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The records of all trainings, one starting from the other's weights, the first in front."""
-    earlier = record.get("start")
-    return [*(_stages(earlier) if earlier else ()), record]
+def write_curve(name: str, path: str) -> Path:
+    """Draw the loss curve of the same folder for its card; returns the file.
+
+    Raises:
+        ValueError: it holds no training that can be drawn.
+    """
+    from sparsity_lab.figures.pretraining import draw_pretraining, pretraining_table, save_small
+
+    folder = located(path)
+    save_small(draw_pretraining(pretraining_table(folder), name), folder / CURVE)
+    return folder / CURVE
 
 
 def _effort(record: Mapping[str, Any]) -> str:
     training = record["training"]
-    what = "the indexers alone, " if record["config"]["recipe"].get("train") == "indexers" else ""
+    what = "the indexers alone, " if of_indexers(record) else ""
     return (
         f"{what}{training['steps']:,} steps, {training['tokens'] / 1e6:.0f} M tokens, "
         f"{training['seconds'] / 60:.1f} minutes on {record['device']}"

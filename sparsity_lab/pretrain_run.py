@@ -136,7 +136,7 @@ class PretrainRun:
         if fresh:
             self.at.steps = self._plan()
         self._train()
-        return self._finish() if self.leads else math.nan
+        return self._finish()
 
     def _plan(self, preflight: bool = False) -> int:
         """Number of steps: as the recipe says, or as many as fit its seconds by the speed of each stage, measured."""
@@ -147,8 +147,7 @@ class PretrainRun:
         began = time.perf_counter()
         self._evaluate_now("pool", self.schedule.held_out_sequences)
         evaluation = time.perf_counter() - began
-        if self.leads:
-            self._check_checkpoint()
+        self._check_checkpoint()
         trainer.reset()
         shares = (recipe.dense, recipe.sparse, 1 - recipe.dense - recipe.sparse)
         mean = sum(share * seconds for share, seconds in zip(shares, times.values(), strict=True))
@@ -190,11 +189,14 @@ class PretrainRun:
 
     def _check_checkpoint(self) -> None:
         """A checkpoint survives being written and read."""
+        state = self.trainer.state()
+        if not self.leads:
+            return
         folder = RunFolder(self.folder.path / ".check", self.folder.identity)
-        folder.save_checkpoint({"state": self.trainer.state(), "at": vars(self.at)})
+        folder.save_checkpoint({"state": state, "at": vars(self.at)})
         found = folder.load_checkpoint(torch.device("cpu"))
         assert found is not None
-        for name, tensor in self.trainer.state()["weights"].items():
+        for name, tensor in state["weights"].items():
             if not torch.equal(tensor.cpu(), found["state"]["weights"][name]):
                 raise ValueError(f"{self.folder.path}: {name} of a checkpoint differs from what was written")
         shutil.rmtree(folder.path)
@@ -219,7 +221,7 @@ class PretrainRun:
                 self.advance(at.step, at.steps)
             if evaluate:
                 self._evaluate()
-            if self.leads and (save or late):
+            if save or late:
                 self._save()
             if late:
                 return
@@ -238,7 +240,9 @@ class PretrainRun:
             raise ValueError(f"step {step}: the loss is {language}, of the indexers {index}; lower recipe.lr")
 
     def _save(self) -> None:
-        self.folder.save_checkpoint({"state": self.trainer.state(), "at": vars(self.at)})
+        state = self.trainer.state()
+        if self.leads:
+            self.folder.save_checkpoint({"state": state, "at": vars(self.at)})
 
     def _evaluate_now(self, stage: Stage, limit: int | None) -> dict[str, float]:
         inputs, targets = self.prepared.held(limit=limit)
@@ -294,10 +298,14 @@ class PretrainRun:
 
         at, trainer = self.at, self.trainer
         path = self.folder.path / "model"
-        shutil.rmtree(path, ignore_errors=True)
-        save_checkpoint(in_bfloat16(trainer.model), path)
-        self.prepared.tokenizer.save_pretrained(path)
+        weights = trainer.weights()
+        if self.leads:
+            shutil.rmtree(path, ignore_errors=True)
+            save_checkpoint(in_bfloat16(trainer.config, weights), path)
+            self.prepared.tokenizer.save_pretrained(path)
         figures = self._evaluate_now("pool", None)
+        if not self.leads:
+            return math.nan
         write_table(
             pd.DataFrame(at.losses, columns=["step", "loss", "index_loss", "imbalance", "norm"]),
             self.folder.path / "losses.csv",

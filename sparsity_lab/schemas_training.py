@@ -93,6 +93,8 @@ class PretrainRecipeConfig:
     tile: int = MISSING
     every_expert: bool = MISSING
     fused_sinkhorn: bool = MISSING
+    parallel: str = MISSING
+    compile: bool = MISSING
     seed: int = MISSING
 
 

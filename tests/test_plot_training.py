@@ -1,15 +1,18 @@
-"""The training figure and the table behind it."""
+"""The figures of distillations and pretrainings, and the tables behind them."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from scripts import run
 
-from sparsity_lab.figures.training import draw_training, finals, find_runs, training_table
+from sparsity_lab.figures.pretraining import draw_pretraining, pretraining_table, save_small, spans
+from sparsity_lab.figures.training import draw_training, finals, find_runs, table_of_runs, training_table
+from sparsity_lab.models.deepseek_v41.checkpoint import SHIPPED
 
 
 def write_run(folder: Path, *, heads: int = 8, gain: float = 0.0, ratios: tuple[int, ...] = (1,)) -> Path:
@@ -63,7 +66,7 @@ def test_several_runs_have_a_curve_each_and_their_ends(tmp_path):
 
 
 def test_what_cannot_be_drawn(tmp_path):
-    with pytest.raises(ValueError, match="no distillation here"):
+    with pytest.raises(ValueError, match="no distillation or pretraining here"):
         find_runs([tmp_path])
     for heads in range(8):
         write_run(tmp_path / "many" / str(heads), heads=heads)
@@ -86,3 +89,101 @@ def test_the_script_says_what_is_wrong_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("plot_training.py: ")
     assert done.stderr.count("\n") == 1
+
+
+def write_pretraining(folder: Path, stages: list[str], parts: tuple[tuple[str, int], ...] = (), **more: object) -> Path:
+    """A row every 10 steps of 100 tokens. parts: (what was trained, steps) of trainings one after the other."""
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": 10 * i, "tokens": 1000 * i, "stage": stage, "loss": 6 - i / 10, "loss_dense": 6 - i / 20,
+            "bits_dense": 2 - i / 10, "bits_sparse": 2.1 - i / 10 if stage == "sparse" else None, "coverage_2": i / 20,
+            "coverage_4": i / 30,
+        }
+        for i, stage in enumerate(stages, start=1)
+    ]  # fmt: skip
+    pd.DataFrame(rows).assign(**more).to_csv(folder / "training.csv", index=False)
+    record = None
+    for what, steps in parts:
+        record = {"training": {"steps": steps}, "config": {"recipe": {"train": what}}, "start": record}
+    if record is not None:
+        (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_pretraining_shows_its_losses_and_stages(tmp_path):
+    run = write_pretraining(tmp_path / "run", ["dense", "dense", "sparse", "pool"])
+    pd.DataFrame({"step": range(40), "loss": 5.0}).to_csv(run / "losses.csv", index=False)
+    table, draw = table_of_runs(find_runs([tmp_path]))
+    assert spans(table) == [("dense", 0, 2000), ("sparse", 2000, 3000), ("pool", 3000, 4000)]
+    loss, held_out, coverage = draw(table).axes
+    steps, training, dense = loss.lines
+    assert list(steps.get_xdata()) == pytest.approx([100 * i for i in range(1, 41)])
+    assert list(training.get_ydata()) == pytest.approx([5.9, 5.8, 5.7, 5.6])
+    assert list(dense.get_xdata()) == [1000, 2000, 3000, 4000]
+    assert [line.get_label() for line in held_out.lines] == ["dense", "sparse"]
+    assert list(held_out.lines[1].get_ydata()) == pytest.approx([math.nan, math.nan, 1.8, math.nan], nan_ok=True)
+    assert [line.get_label() for line in coverage.lines] == ["2", "4"]
+    shades = [patch.get_facecolor() for patch in loss.patches]
+    assert len(shades) == len(set(shades)) == 3
+    (run / "losses.csv").write_text("step,loss\n0,5\n")
+    assert pretraining_table(run).attrs["losses"] is None, "of another part"
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ((("all", 30), ("indexers", 20)), ["dense", "sparse", "pool", "indexers", "indexers"]),
+        ((("all", 20), ("indexers", 10), ("all", 20)), ["dense", "sparse", "indexers", "dense", "sparse"]),
+        ((("all", 500), ("indexers", 50)), ["indexers"] * 5),  # the log is of the last one alone
+        ((("indexers", 30), ("all", 20), ("indexers", 70)), [*["indexers"] * 3, "dense", "sparse"]),  # or of the first
+        ((("all", 500), ("indexers", 70)), ["dense", "sparse", "pool", "dense", "sparse"]),  # or of none of them
+        ((("all", 50),), ["dense", "sparse", "pool", "dense", "sparse"]),
+    ],
+)
+def test_trainings_one_after_the_other(tmp_path, parts, wanted):
+    run = write_pretraining(tmp_path / "run", ["dense", "sparse", "pool", "dense", "sparse"], parts)
+    table = pretraining_table(run)
+    assert list(table["stage"]) == wanted
+    assert len(draw_pretraining(table).axes[0].patches) == len(spans(table))
+
+
+def test_pretrainings_that_cannot_be_drawn(tmp_path):
+    run = write_pretraining(tmp_path / "a" / "run", ["dense", "dense"])
+    write_run(tmp_path / "a" / "distilled")
+    bad = {
+        "do not count on": {"tokens": [2000, 1000]},
+        "training.csv lacks bits_dense": {},
+    }
+    for number, (words, changes) in enumerate(bad.items()):
+        other = write_pretraining(tmp_path / str(number), ["dense", "dense"], **changes)
+        if not changes:
+            pd.read_csv(other / "training.csv").drop(columns="bits_dense").to_csv(other / "training.csv", index=False)
+        told = run_script(other, tmp_path / "out")
+        assert words in told
+        assert str(other) in told
+    (run / "record.json").write_text('{"training": {"steps": 20}}')
+    assert "not the record of a training" in run_script(run, tmp_path / "out")
+    (run / "record.json").write_text("{")
+    assert "record.json: damaged" in run_script(run, tmp_path / "out")
+    assert "2 trainings, " in run_script(tmp_path / "a", tmp_path / "out")
+    (run / "record.json").unlink()
+    (run / "training.csv").write_text((run / "training.csv").read_text().splitlines()[0])
+    assert "no evaluation yet" in run_script(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def run_script(folder: Path, out: Path) -> str:
+    """What the script says of a folder that it refuses, in one line."""
+    done = run("plot_training.py", folder, "--out", out)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    return done.stderr
+
+
+def test_the_shipped_model_is_drawn(tmp_path):
+    done = run("plot_training.py", SHIPPED, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".pdf", ".png", ".svg"]
+    card = tmp_path / "card.png"
+    save_small(draw_pretraining(pretraining_table(SHIPPED)), card)
+    assert 5_000 < card.stat().st_size < 50_000

@@ -153,6 +153,14 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
     assert "| rich | 1 | MIT | 3 | 5 |" in text
     assert "| 2000 | 2000 | dense | 1 | 1.5 |" in text
     assert "nan" not in text
+    assert text.count("| dense | 1 | 1.5 |") == pretrain_report.CURVE_POINTS
+    assert f"({pretrain_report.CURVE})" in text
+    with pytest.raises(ValueError, match=r"training\.csv lacks loss_dense"):
+        pretrain_report.write_curve("mini", str(tmp_path))
+    curve.assign(loss_dense=1.0).to_csv(tmp_path / "training.csv", index=False)
+    image = pretrain_report.write_curve("mini", str(tmp_path))
+    assert image == path.with_name(pretrain_report.CURVE)
+    assert image.read_bytes().startswith(b"\x89PNG")
     later = {"train": "indexers", "length": 96}
     second = {**record, "config": {**record["config"], "recipe": later}, "start": record, "device": "another"}
     text = pretrain_report.card("mini", second, figures, curve)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from v41_cases import tiny_config
 
+from sparsity_lab.models.deepseek_v41.parallel import SINGLE, Shard
 from sparsity_lab.pretrain import Pretrainer
 from sparsity_lab.pretrain_data import END, Batches
 from sparsity_lab.pretrain_prepare import Prepared
@@ -53,9 +54,15 @@ def batches(recipe: PretrainRecipe, **changes: Any) -> Batches:
     return Batches({"code": stream(), "prose": stream(seed=1)}, shares, recipe.sequences, LENGTH, VOCAB, **changes)
 
 
-def trainer(shape: dict[str, Any] | None = None, start: Path | None = None, **changes: Any) -> Pretrainer:
+def trainer(
+    shape: dict[str, Any] | None = None,
+    start: Path | None = None,
+    shard: Shard = SINGLE,
+    device: str = "cpu",
+    **changes: Any,
+) -> Pretrainer:
     config, recipe = tiny_config(**SHAPE, **(shape or {})), PretrainRecipe(**RECIPE | changes)
-    return Pretrainer(config, recipe, torch.device("cpu"), start=start)
+    return Pretrainer(config, recipe, torch.device(device), shard, start)
 
 
 def run(folder: Path, progress: Any = lambda *_: None, schedule: Any = None, **changes: Any) -> PretrainRun:
@@ -64,4 +71,5 @@ def run(folder: Path, progress: Any = lambda *_: None, schedule: Any = None, **c
     rows = np.stack([held[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(4)]).astype(np.uint16)
     prepared = Prepared(ByteTokens(), {}, {"code": rows[:2], "prose": rows[2:]}, {"digest": "made up"})
     every = schedule or PretrainSchedule(evaluate_every=2, checkpoint_every=2, held_out_sequences=2, evaluate_batch=2)
-    return PretrainRun(train, batches(train.recipe), prepared, folder, every, progress=progress)
+    parts = {"rank": train.shard.rank, "world": train.shard.world}
+    return PretrainRun(train, batches(train.recipe, **parts), prepared, folder, every, progress=progress)

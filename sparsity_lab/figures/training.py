@@ -1,9 +1,12 @@
-"""Figures from distillations: loss and held-out relative coverage by step and, of an ablation, by the ablated value."""
+"""Figures from distillations: loss and held-out relative coverage by step and, of an ablation, by the ablated value.
+
+`table_of_runs` also knows pretrainings, whose figure is in `pretraining`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from matplotlib.figure import Figure
 
 from sparsity_lab.distill_folder import SCHEMA
 from sparsity_lab.figures.look import CURVE_COLOURS, MARKERS, STYLE, WIDTH, Chart, wrap
+from sparsity_lab.figures.pretraining import draw_pretraining, is_pretraining, pretraining_table
 from sparsity_lab.figures.table import plural
 from sparsity_lab.folders import Tables
 
@@ -24,7 +28,7 @@ HEIGHT = 2.8  # inches a panel
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The distillations at or below the folders, in order of name.
+    """The trainings at or below the folders, in order of name.
 
     Raises:
         ValueError: none there.
@@ -32,8 +36,24 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     logs = [log.parent for folder in folders for log in Path(folder).rglob("training.csv")]
     found = sorted({run for run in logs if run.name != "figures"})  # which holds the table of this figure
     if not found:
-        raise ValueError(f"{', '.join(map(str, folders))}: no distillation here (no training.csv)")
+        raise ValueError(f"{', '.join(map(str, folders))}: no distillation or pretraining here (no training.csv)")
     return found
+
+
+def table_of_runs(runs: Sequence[Path]) -> tuple[pd.DataFrame, Callable[[pd.DataFrame], Figure]]:
+    """The runs' table and what draws it: of distillations, or of one pretraining.
+
+    Raises:
+        ValueError: pretrainings among several runs; see also `training_table` and `pretraining_table`.
+    """
+    pretrainings = [run for run in runs if is_pretraining(run)]
+    if not pretrainings:
+        return training_table(runs), draw_training
+    if len(runs) > 1:
+        raise ValueError(
+            f"{len(runs)} trainings, {pretrainings[0]} among them: pretrainings are drawn one by one, name one folder"
+        )
+    return pretraining_table(runs[0]), draw_pretraining
 
 
 def training_table(runs: Sequence[Path]) -> pd.DataFrame:

@@ -277,7 +277,7 @@ SIZES: dict[str, DeepseekV41Config] = {
         vocab_size=6144, hidden_size=192, num_attention_heads=4, head_dim=96, q_lora_rank=96, qk_rope_head_dim=32,
         o_groups=2, o_lora_rank=64, sliding_window=64, compress_ratios=(0, 0, *[2] * 2, *[1] * 5),
         kv_source_layers=(2, 4), index_source_layers=(2, 4, 6, 8), candidate_source_layer=4,
-        candidate_topk_blocks=64, candidate_block_size=8, index_n_heads=8, index_head_dim=32, index_topk=128,
+        candidate_topk_blocks=128, candidate_block_size=8, index_n_heads=12, index_head_dim=64, index_topk=128,
         moe_intermediate_size=64, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2,
         max_position_embeddings=4096,
     ),

@@ -67,6 +67,15 @@ class MLP(nn.Module):
         return self.w2(swiglu(torch.cat([self.w1(x), self.w3(x)], dim=-1), self.limit).to(x.dtype))
 
 
+def every_expert(x: Tensor, weights: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """x [T, d], weights and chosen [T, k], w13 [E, 2·i, d], w2 [E, d, i] -> [T, d]: every expert as a part of one wide
+    MLP, where those not chosen weigh nothing."""
+    each = x.new_zeros(len(x), len(w13), dtype=weights.dtype).scatter(1, chosen, weights)
+    hidden = swiglu(F.linear(x, w13.flatten(0, 1)).unflatten(-1, (len(w13), -1)), limit)
+    hidden = (hidden * each.unsqueeze(-1)).to(x.dtype)
+    return F.linear(hidden.flatten(1), w2.transpose(0, 1).flatten(1))
+
+
 class Experts(nn.Module):
     """Routed experts as stacked matrices: w13 [E, 2·i, d] (gate, then up) and w2 [E, d, i]."""
 
@@ -76,13 +85,14 @@ class Experts(nn.Module):
         self.first = shard.rank * self.count
         self.limit = config.swiglu_limit
         self.every = False  # compute all experts for all tokens: more work, but no sorting; for training small ones
+        self.every_expert = every_expert
         self.w13 = nn.Parameter(torch.empty(self.count, 2 * config.moe_intermediate_size, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(self.count, config.hidden_size, config.moe_intermediate_size))
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, d], weights and chosen [T, k] -> [T, d], what the experts of this rank contribute, in x's dtype."""
         if self.every:
-            return self._all(x, weights, chosen)
+            return self.every_expert(x, weights, chosen, self.w13, self.w2, self.limit)
         tokens, k = chosen.shape
         here = (chosen >= self.first) & (chosen < self.first + self.count)
         places = here.flatten().nonzero().squeeze(-1)  # of the [T, k] choices, those of this rank's experts
@@ -95,13 +105,6 @@ class Experts(nn.Module):
         # one slot a choice and a sum over slots: unlike an atomic add, the same bits in every run
         slots = out.new_zeros(tokens * k, out.shape[-1]).index_put((places,), out)
         return slots.view(tokens, k, -1).sum(1).to(x.dtype)
-
-    def _all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The same with every expert as a part of one wide MLP, where those not chosen weigh nothing."""
-        each = x.new_zeros(len(x), self.count, dtype=weights.dtype).scatter(1, chosen, weights)
-        hidden = swiglu(F.linear(x, self.w13.flatten(0, 1)).unflatten(-1, (self.count, -1)), self.limit)
-        hidden = (hidden * each.unsqueeze(-1)).to(x.dtype)
-        return F.linear(hidden.flatten(1), self.w2.transpose(0, 1).flatten(1))
 
 
 class MoE(nn.Module):
