@@ -123,7 +123,7 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         _check_config(index_n_heads, index_head_dim, rope_head_dim, rope_layout, rope_place, key_norm)
-        check_format(quant, index_head_dim)
+        check_format(quant, index_head_dim, width_key="index_head_dim")
         if hadamard:
             check_hadamard_width(index_head_dim)
         self.index_n_heads, self.index_head_dim, self.rope_head_dim = index_n_heads, index_head_dim, rope_head_dim

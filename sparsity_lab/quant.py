@@ -69,12 +69,14 @@ _FORMATS: dict[str, _Format] = {
 }
 
 
-def check_format(fmt: str, width: int) -> None:
-    """Raise ValueError unless `fmt` exists and its blocks divide `width` channels."""
+def check_format(fmt: str, width: int, key: str = "quant", width_key: str = "channels") -> None:
+    """Raise ValueError unless `fmt` exists and its blocks divide `width` channels; the keys are what an error calls
+    them."""
     if fmt not in get_args(QuantFormat):
-        raise ValueError(f"quant={fmt!r}: must be one of {get_args(QuantFormat)}")
-    if fmt != "none" and (width < 1 or width % _FORMATS[fmt].block):
-        raise ValueError(f"quant={fmt!r}: needs a width divisible by its block of {_FORMATS[fmt].block}, got {width}")
+        raise ValueError(f"{key}={fmt!r}: must be one of {get_args(QuantFormat)}")
+    block = 1 if fmt == "none" else _FORMATS[fmt].block
+    if fmt != "none" and (width < 1 or width % block):
+        raise ValueError(f"{width_key}={width}: must be a multiple of {block}, the block of {key}={fmt!r}")
 
 
 def fake_quant(x: Tensor, fmt: QuantFormat) -> Tensor:

@@ -141,7 +141,7 @@ REFUSED = {
     "groups": ({"o_groups": 3}, "o_groups=3: must divide num_attention_heads=4"),
     "experts": ({"num_experts_per_tok": 7}, "num_experts_per_tok=7: at most n_routed_experts=6"),
     "format": ({"kv_quant": "fp3"}, "quant='fp3': must be one of"),
-    "width": ({"head_dim": 40}, "quant='fp8_ue8m0': needs a width divisible by its block of 32, got 40"),
+    "width": ({"head_dim": 40}, "head_dim=40: must be a multiple of 32, the block of window_quant='fp8_ue8m0'"),
     "pool": ({"index_topk": 6}, "candidate_topk_blocks=3 x candidate_block_size=2 may hold only 5 visible"),
     "topology": ({"candidate_source_layer_id": 5}, "candidate_source_layer=5: must be one of index_source_layers"),
     "engram layer": (

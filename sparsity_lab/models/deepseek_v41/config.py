@@ -107,9 +107,9 @@ class DeepseekV41Config:
         self._check_sizes()
         if self.scoring_func not in get_args(ScoringFunc):
             raise ValueError(f"scoring_func={self.scoring_func!r}: must be one of {get_args(ScoringFunc)}")
-        check_format(self.window_quant, self.head_dim)
-        check_format(self.kv_quant, self.head_dim)
-        check_format(self.index_quant, self.index_head_dim)
+        check_format(self.window_quant, self.head_dim, "window_quant", "head_dim")
+        check_format(self.kv_quant, self.head_dim, "kv_quant", "head_dim")
+        check_format(self.index_quant, self.index_head_dim, "index_quant", "index_head_dim")
         tables = self.engram.layer_ids if self.engram else ()
         if any(not 0 <= layer < self.num_hidden_layers for layer in tables):
             raise ValueError(
