@@ -32,7 +32,8 @@ def torchrun(out: Path, devices: dict[str, str]) -> Ranks:
     done = subprocess.run(
         [*command, pretrain_worker.__file__, out], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    first = [line for line in done.stderr.splitlines() if "[rank0]" in line]  # far above what the others say of it
+    assert done.returncode == 0, "\n".join(first)[-3000:] + done.stderr[-3000:]
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
