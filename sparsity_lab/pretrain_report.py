@@ -39,10 +39,12 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         "Coverage of its own selection relative to the best selection of the same size, by layer: "
         + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["coverage"]["layers"].items())
         + f" (mean {figures['coverage']['mean']:.3f}, worst {figures['coverage']['worst']:.3f}).",
+        *_together(curve),
         "## Training",
         f"![Training loss, held-out bits a byte and coverage by the tokens seen]({CURVE})",
         _table(_thinned(curve), "{:.4g}"),
-        "Losses are in nats a token, `bits` in bits a byte of held-out text; `index_loss` is the indexers' mean KL.",
+        "Losses are in nats a token, `bits` in bits a byte of held-out text; `index_loss` is the indexers' mean KL."
+        + (" Each training drew its own held-out sequences: compare those within it alone." if len(stages) > 1 else ""),
         "## Data",
         _data(corpus, shares),
         *[
@@ -123,6 +125,19 @@ def _abilities(figures: Mapping[str, Any]) -> str:
             if (about := found[mode])
         ]
     return _table(pd.DataFrame(rows), "{:.3f}")
+
+
+def _together(curve: pd.DataFrame) -> list[str]:
+    """What the last row of the curve says of the index sources: nothing where none was measured."""
+    prefix = "coverage_"
+    last = curve.filter(like=prefix).iloc[-1].dropna()
+    if last.empty:
+        return []
+    shares = ", ".join(f"{str(name).removeprefix(prefix)}: {share:.3f}" for name, share in last.items())
+    return [
+        "A layer that reuses a selection shares it with others. Against the best selection for all layers that an "
+        f"index source serves together (held-out text, dense attention, no pool): {shares} (mean {last.mean():.3f})."
+    ]
 
 
 def _held_out(found: Mapping[str, Any]) -> str:

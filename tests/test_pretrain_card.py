@@ -165,6 +165,10 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
     second = {**record, "config": {**record["config"], "recipe": later}, "start": record, "device": "another"}
     text = pretrain_report.card("mini", second, figures, curve)
     assert "8.0 minutes on a card; then the indexers alone, 2,000 steps, 65 M tokens, 8.0 minutes on another" in text
+    assert "together" not in text  # the curve has no coverage
+    assert "compare those within it alone" in text
+    text = pretrain_report.card("mini", second, figures, curve.assign(coverage_2=0.5, coverage_4=steps / 2000))
+    assert "no pool): 2: 0.500, 4: 1.000 (mean 0.750)." in text
 
 
 def test_unreadable_held_out_files_are_named(tmp_path):
