@@ -38,9 +38,8 @@ def main(cfg: DictConfig) -> float:
         parts[f"copying_{distance}"] = partial(
             pretrain_card.copying, model, everything, distance=distance, count=settings["identifiers"], seed=seed
         )
-    parts["coverage"] = partial(
-        pretrain_card.coverage, model, everything[: settings["sequences"]], rows=settings["rows"]
-    )
+    for name, function in (("coverage", pretrain_card.coverage), ("shared_bound", pretrain_card.shared_bound)):
+        parts[name] = partial(function, model, everything[: settings["sequences"]], rows=settings["rows"])
     found = {"model": model.name, "fingerprint": model.fingerprint, **machine()}
     for name, part in parts.items():
         with console.progress(name) as progress:

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsity_lab.activations import LayerActivations
 from sparsity_lab.cells import expand
+from sparsity_lab.dense import RowTile
 from sparsity_lab.documents import Document, Documents, encode
-from sparsity_lab.measurement import measure
+from sparsity_lab.measurement import measure, sample_rows
 from sparsity_lab.models.deepseek_v41 import DeepseekV41
 from sparsity_lab.models.deepseek_v41.checkpoint import located
 from sparsity_lab.native import Native, native_cells
@@ -81,18 +83,14 @@ def coverage(model: DeepseekV41, sequences: np.ndarray, *, rows: int | None, adv
     """Layer -> relative coverage of the model's own selection at its own k (within the pool, where it has one)."""
     native = model.native
     assert native is not None
-    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64))
-    documents = Documents(
-        tuple(Document(i, row, f"held out {i}") for i, row in enumerate(inputs)), {"name": "held_out"}
-    )
     fields = {"topk": native.topk, "window": native.window, "share": "layer", "exclude_window": False, "sinks": 0}
     cells, failed = expand("native", **fields, compress_ratio=1, zipped=native_cells(native))
     if failed:
         raise ValueError(failed[0]["reason"])
+    scorers = {"native": Native(model)}
     results = measure(
-        model, documents, cells, scorers={"native": Native(model)}, rows=rows, envelope=False, detail_rows=0,
-        progress=advance,
-    )  # fmt: skip
+        model, _documents(sequences), cells, scorers=scorers, rows=rows, envelope=False, detail_rows=0, progress=advance
+    )
     frame = results.frame(resamples=1)
     source = native.topology.candidate_source_layer
     found: dict[str, float] = {}
@@ -102,6 +100,38 @@ def coverage(model: DeepseekV41, sequences: np.ndarray, *, rows: int | None, adv
         inside = part[pooled] if source is not None and pooled.any() and int(layer) > source else part[~pooled]
         found[str(layer)] = float((inside if len(inside) else part)["relative_coverage"].mean())
     return {"layers": found, "mean": float(np.mean(list(found.values()))), "worst": min(found.values())}
+
+
+def shared_bound(model: DeepseekV41, sequences: np.ndarray, *, rows: int | None, advance: Advance) -> dict[str, Any]:
+    """Layer -> relative coverage, at the model's own k, of the best selection for all layers that its index source
+    serves together (most of their dense masses' sum), without a pool: what an indexer can reach that knows them."""
+    native, documents = model.native, _documents(sequences)
+    assert native is not None
+    topology, found = native.topology, dict[str, list[float]]()
+    for number, document in enumerate(documents):
+        some, masses = sample_rows(document.tokens.numel(), rows, 0, document.id).to(model.device), dict[int, Tensor]()
+
+        def keep(acts: LayerActivations, some: Tensor = some, masses: dict[int, Tensor] = masses) -> None:
+            tile, ratio = RowTile(acts, some, "", 0), topology.compress_ratios[acts.layer]
+            counted = tile.visible(ratio) > native.topk
+            masses[acts.layer] = tile.ranked_mass("layer", ratio).masked_fill(tile.hidden(ratio), 0.0)[0, counted]
+
+        model.observe(document.tokens[None], keep, [i for i, ratio in enumerate(topology.compress_ratios) if ratio])
+        for source in {topology.index_source(layer) for layer in masses}:
+            served = [layer for layer in masses if topology.index_source(layer) == source]
+            shared = torch.stack([masses[layer] for layer in served]).sum(0).topk(native.topk).indices
+            for layer in served:
+                best = masses[layer].topk(native.topk).values.sum(-1)
+                share = masses[layer].gather(-1, shared).sum(-1) / best.clamp_min(1e-30)
+                found.setdefault(str(layer), []).append(float(share.mean()))
+        advance(number + 1, len(documents))
+    means = {layer: float(np.mean(found[layer])) for layer in sorted(found, key=int)}
+    return {"layers": means, "mean": float(np.mean(list(means.values())))}
+
+
+def _documents(sequences: np.ndarray) -> Documents:
+    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64))
+    return Documents(tuple(Document(i, row, f"held out {i}") for i, row in enumerate(inputs)), {"name": "held_out"})
 
 
 def induction(model: DeepseekV41, *, distance: int, sequences: int, seed: int, advance: Advance) -> dict[str, Any]:

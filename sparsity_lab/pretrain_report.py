@@ -39,6 +39,10 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         "Coverage of its own selection relative to the best selection of the same size, by layer: "
         + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["coverage"]["layers"].items())
         + f" (mean {figures['coverage']['mean']:.3f}, worst {figures['coverage']['worst']:.3f}).",
+        "A layer that reuses a selection shares it with others. The best selection for all layers that an index source "
+        "serves together, without a pool, would give "
+        + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["shared_bound"]["layers"].items())
+        + f" (mean {figures['shared_bound']['mean']:.3f}).",
         *_together(curve),
         "## Training",
         f"![Training loss, held-out bits a byte and coverage by the tokens seen]({CURVE})",
@@ -135,8 +139,8 @@ def _together(curve: pd.DataFrame) -> list[str]:
         return []
     shares = ", ".join(f"{str(name).removeprefix(prefix)}: {share:.3f}" for name, share in last.items())
     return [
-        "A layer that reuses a selection shares it with others. Against the best selection for all layers that an "
-        f"index source serves together (held-out text, dense attention, no pool): {shares} (mean {last.mean():.3f})."
+        "Of what that best selection holds of these layers' mass together, the indexers' own holds (in training, dense "
+        f"attention, no pool): {shares} (mean {last.mean():.3f})."
     ]
 
 

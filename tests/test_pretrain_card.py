@@ -14,6 +14,7 @@ from test_pretrain_text import TEXTS
 from v41_cases import random_tiny
 
 from sparsity_lab import pretrain_card, pretrain_report
+from sparsity_lab.dense import attention_probabilities
 from sparsity_lab.models.deepseek_v41 import DeepseekV41
 from sparsity_lab.pretrain_data import encode_files, train_tokenizer
 
@@ -122,9 +123,35 @@ def test_coverage_is_of_every_selecting_layer(model, held):
     assert 0 < found["worst"] <= found["mean"] <= 1
 
 
+def test_what_sharing_costs_bounds_nothing_where_nobody_shares(model, held):
+    """By a loop over rows: the best k of the served layers' summed masses, as a share of each layer's own best k."""
+    found = pretrain_card.shared_bound(model, held["code"][:1], rows=None, advance=silent)
+    native, tokens = model.native, torch.from_numpy(held["code"][0, :-1].astype(np.int64))
+    topology, masses = native.topology, {}
+
+    def keep(acts):
+        p = attention_probabilities(acts, torch.arange(len(tokens))).mean(0)
+        masses[acts.layer] = p[:, len(tokens) :]
+
+    model.observe(tokens[None], keep, [2, 3, 4, 5, 6, 7])
+    for layer, own in masses.items():
+        ratio, source = topology.compress_ratios[layer], topology.index_source(layer)
+        served = sum(mass for other, mass in masses.items() if topology.index_source(other) == source)
+        shares = []
+        for row in range(len(tokens)):
+            n = (row + 1) // ratio
+            if n > native.topk:
+                chosen = served[row, :n].topk(native.topk).indices
+                shares.append(float(own[row, chosen].sum() / own[row, :n].topk(native.topk).values.sum()))
+        assert found["layers"][str(layer)] == pytest.approx(np.mean(shares), abs=1e-5)
+        alone = sum(topology.index_source(other) == source for other in masses) == 1
+        assert (found["layers"][str(layer)] > 1 - 1e-6) == alone
+
+
 def test_the_card_says_what_was_found(tmp_path, model, held):
     figures = {"fingerprint": "0a1b", "held_out": pretrain_card.held_out(model, held, silent)}
     figures["coverage"] = pretrain_card.coverage(model, held["code"], rows=16, advance=silent)
+    figures["shared_bound"] = pretrain_card.shared_bound(model, held["code"], rows=16, advance=silent)
     figures["induction_40"] = pretrain_card.induction(model, distance=40, sequences=2, seed=0, advance=silent)
     record = {
         "parameters": 1_200_000,
@@ -165,7 +192,7 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
     second = {**record, "config": {**record["config"], "recipe": later}, "start": record, "device": "another"}
     text = pretrain_report.card("mini", second, figures, curve)
     assert "8.0 minutes on a card; then the indexers alone, 2,000 steps, 65 M tokens, 8.0 minutes on another" in text
-    assert "together" not in text  # the curve has no coverage
+    assert "in training" not in text  # the curve has no coverage
     assert "compare those within it alone" in text
     text = pretrain_report.card("mini", second, figures, curve.assign(coverage_2=0.5, coverage_4=steps / 2000))
     assert "no pool): 2: 0.500, 4: 1.000 (mean 0.750)." in text
