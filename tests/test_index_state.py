@@ -103,7 +103,7 @@ def test_padding_and_bad_arguments_are_refused():
         ({"rope_place": "middle"}, "rope_place='middle'"),
         ({"key_norm": "batch"}, "key_norm='batch'"),
         ({"quant": "int8"}, "quant='int8'"),
-        ({"quant": "fp8_e4m3_128"}, "divisible by its block of 128, got 32"),
+        ({"quant": "fp8_e4m3_128"}, "index_head_dim=32: must be a multiple of 128"),
     ],
 )
 def test_bad_constructor_options(changes, message):
