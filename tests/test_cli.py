@@ -274,22 +274,17 @@ def test_what_hydra_refuses_is_named(args, key, run, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize(
-    ("arg", "last"),
-    [
-        ("selection.topk=0", "ValueError: selection.topk=0: must be at least 1"),
-        ("measure.rows=abc", "ConfigCompositionException: Error merging override measure.rows=abc"),
-    ],
-)
-def test_bad_input_is_told_in_words_and_the_stack_only_if_asked(arg, last, tiny, tmp_path, monkeypatch):
+def test_bad_input_is_told_in_words_and_the_stack_only_if_asked(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    command = [*tiny, f"results_dir={tmp_path}", arg]
-    done = cli.shell(*command)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
-    assert "Traceback" not in done.stderr
-    assert arg.split("=")[0] in done.stderr
+    command = [*tiny, f"results_dir={tmp_path}"]
+    ours, hydras = (cli.shell(*command, arg) for arg in ("selection.topk=0", "measure.rows=abc"))
+    assert "Traceback" not in ours.stderr + hydras.stderr
+    assert (ours.returncode, hydras.returncode) == (1, 1)
+    assert ours.stderr.splitlines()[-1] == "ValueError: selection.topk=0: must be at least 1"
+    assert hydras.stderr.splitlines()[-1] == "ConfigCompositionException: Error merging override measure.rows=abc"
+    assert "could not be converted to Integer" in hydras.stderr
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert "Traceback" in cli.shell(*command).stderr
+    assert "Traceback" in cli.shell(*command, "selection.topk=0").stderr
 
 
 def test_faults_keep_their_stack(capsys):
