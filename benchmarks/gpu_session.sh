@@ -2,7 +2,7 @@
 # The measurements that need a GPU, in parts that each fit a given time, on a machine without a network:
 #
 #   OUT=out KEEP=/tmp/keep SECONDS_LEFT=570 benchmarks/gpu_session.sh setup jobs profile
-#   OUT=out KEEP=/tmp/keep SECONDS_LEFT=570 SLICE=0/3 benchmarks/gpu_session.sh suite
+#   OUT=out KEEP=/tmp/keep SECONDS_LEFT=570 benchmarks/gpu_session.sh suite
 #
 # Parts run in the order given; one that time runs out on is stopped, and what it wrote so far is in OUT.
 #
@@ -12,7 +12,8 @@
 #   all_rows     200 cells at 32,768 tokens, every row                                           (180 s)
 #   long         131,072 tokens, then one layer of 1,048,576                                     (200 s)
 #   side         the alternatives side by side, and the kernels alone                            (250 s)
-#   suite        slice SLICE=i/n of the test files, 12 at a time                                 (n = 3: 500 s each)
+#   suite        the tests, 14 at a time (SLICE=i/n: a part of their files)                      (250 s)
+#   compile      a training step of the mini with and without torch.compile                      (120 s)
 #   two_gpus     the tests of torchrun's processes through NCCL; document shards on two GPUs against one; needs TOKENS,
 #                cut by benchmarks/distill_tokens.py FOLDER
 #   smollm2      SmolLM2 with its indexers at 8,192 tokens; with CPU_TABLE (benchmarks/smollm2_gpu.py cpu float32 ...)
@@ -22,7 +23,7 @@
 #
 # SmolLM2 itself is expected in $SPARSITY_LAB_CACHE (KEEP/cache unless it is set): its wheel, or the unpacked folder.
 set -uo pipefail
-: "${OUT:?where results go}" "${KEEP:=/tmp/keep}" "${SECONDS_LEFT:=570}" "${WHEELS:=.whl}" "${SLICE:=0/3}" "${STEPS:=500}"
+: "${OUT:?where results go}" "${KEEP:=/tmp/keep}" "${SECONDS_LEFT:=570}" "${WHEELS:=.whl}" "${SLICE:=0/1}" "${STEPS:=500}"
 python=${PYTHON:-python3}
 end=$((SECONDS + SECONDS_LEFT))
 export PYTHONPATH="$KEEP/site:$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -56,13 +57,21 @@ profile() { limited profile "$python" benchmarks/profile_gpu.py 32768; }
 suite() { # every n-th file, so that slow neighbours part
     local files
     mapfile -t files < <(printf '%s\n' tests/test_*.py | awk -v i="${SLICE%/*}" -v n="${SLICE#*/}" 'NR % n == i')
-    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n 12 --timeout 120 -p no:cacheprovider -rfE \
+    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n 14 --timeout 120 -p no:cacheprovider -rfE \
         --durations=10 "${files[@]}"
+}
+
+compile() { # the speed of every stage is in the last lines
+    for yes in true false; do
+        limited "compile-$yes" "$python" experiments/pretrain.py experiment=pretrain/v41_mini preflight=true \
+            "recipe.compile=$yes" 'data.packages=[]' "results_dir=$KEEP" "name=compile-$yes"
+    done
 }
 
 two_gpus() {
     : "${TOKENS:?a folder made by benchmarks/distill_tokens.py}"
-    limited nccl "$python" -m pytest -q --timeout 120 -p no:cacheprovider tests/test_v41_parallel.py
+    limited nccl "$python" -m pytest -q --timeout 300 -p no:cacheprovider tests/test_v41_parallel.py \
+        tests/test_pretrain_fsdp.py
     # The same two shards, a process each: one after the other on one card, then one on each. By the jobs' own seconds,
     # from a job's first log line to its last word, so that each loads the model once. Hydra's -m stands before the
     # overrides.
@@ -126,7 +135,7 @@ for part in "$@"; do
     all_rows) bench all_rows 'gpu.parts=[jobs]' 'gpu.lengths=[32768]' gpu.all_rows_up_to=32768 ;;
     long) bench long 'gpu.parts=[jobs,one_layer]' 'gpu.lengths=[131072]' gpu.all_rows_up_to=0 ;;
     side) bench side 'gpu.parts=[alternatives,kernels]' ;;
-    setup | profile | suite | two_gpus | smollm2 | distill) "$part" ;;
+    setup | profile | suite | compile | two_gpus | smollm2 | distill) "$part" ;;
     *) echo "$part: no such part; see the head of $0" && exit 1 ;;
     esac
 done
