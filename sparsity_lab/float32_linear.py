@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PARTS = 3
+MM_WIDENS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # 16-bit matrices multiply into float32 ones
 
 
 def parts_of(x: Tensor) -> list[Tensor]:
@@ -38,11 +39,6 @@ class Float32Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         learns = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
-        if x.dtype == torch.bfloat16 and x.is_cuda and not learns and _mm_widens():
+        if x.dtype == torch.bfloat16 and x.is_cuda and not learns and MM_WIDENS:
             return split_product(x, self.weight)
         return F.linear(x.float(), self.weight)
-
-
-def _mm_widens() -> bool:
-    """Whether this torch multiplies 16-bit matrices into float32 ones."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)

@@ -59,19 +59,17 @@ class Truth:
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
     edge: Tensor | None  # float64 [g, R]: mass of the position that holds raw_start, before it; None = D is never raw
     places: Tensor | None  # int64 [g, R, n + 1], for kernels: see `kernels.order_sums.packed`
-    _blocks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _blocks: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def rank(self) -> Tensor:
         """Place of every position in the oracle's order, int32 [g, R, n + 1], DROPPED beyond kmax."""
         return ranks_of(self.order, self.mass.shape[-1])
 
-    def blocks(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """D of whole blocks, float64 [g, R, nb], and the block of every place of the oracle's order, int64 [g, R, L],
-        0 where there is nothing; made once a size."""
+    def block_mass(self, block_size: int) -> Tensor:
+        """D of whole blocks, float64 [g, R, nb]; made once a size."""
         if block_size not in self._blocks:
-            mass = in_blocks(self.mass[..., :-1], block_size, 0.0).sum(-1)
-            self._blocks[block_size] = mass, self.order.clamp(min=0) // block_size
+            self._blocks[block_size] = in_blocks(self.mass[..., :-1], block_size, 0.0).sum(-1)
         return self._blocks[block_size]
 
 
@@ -235,13 +233,13 @@ class Pools:
 
 def pools_of(ranks: Tensor, topk_blocks: Sequence[int], block_size: int, true: Truth, budgets: Sequence[int]) -> Pools:
     """The pools of one source: the best `topk_blocks` blocks each, by int32 ranks [g, R, nb]."""
-    mass, at = true.blocks(block_size)
+    mass = true.block_mass(block_size)
     if kernels.usable(ranks):
         from sparsity_lab.kernels.pools import pools_of as look
 
         return Pools(*look(ranks, topk_blocks, true.order, block_size, mass, budgets))
     sizes = on_device(topk_blocks, ranks.device, torch.int32).view(-1, 1, 1, 1)
-    held = (ranks.gather(-1, at) < sizes) & (true.order >= 0)
+    held = (ranks.gather(-1, true.order.clamp(min=0) // block_size) < sizes) & (true.order >= 0)
     return Pools(first_of(held.cumsum(-1, dtype=torch.int32), budgets).double(), (mass * (ranks < sizes)).sum(-1))
 
 

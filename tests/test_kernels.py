@@ -224,7 +224,7 @@ def test_what_pools_hold(pools, poisoned):
     parts = {"visible": None, "best": None, "raw_start": None, "raw_mass": None, "edge": None, "places": None}
     true = metrics.Truth(order=order.cpu(), mass=mass.cpu(), total=mass.sum(-1), **parts)
     wanted = metrics.pools_of(ranks.cpu(), pools, 8, true, [1, 5, 33, 80])
-    blocks = true.blocks(8)[0].to(DEVICE)
+    blocks = true.block_mass(8).to(DEVICE)
     held, own = pool_kernel.pools_of(ranks, pools, order, 8, blocks, [1, 5, 33, 80])
     assert torch.equal(held.cpu(), wanted.oracle_hits)
     assert torch.equal(own.cpu(), wanted.mass)

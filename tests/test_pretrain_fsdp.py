@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import tiny_pretrain
 import torch
 from pretrain_worker import SCHEDULE, SHAPE, STEPS, ways
+from two_processes import CPU, torchrun
 
 from sparsity_lab.models.deepseek_v41 import load
 from sparsity_lab.pretrain import KEPT
@@ -23,31 +21,17 @@ from sparsity_lab.pretrain_run import PretrainRun, PretrainSchedule
 Ranks = list[dict[str, Any]]
 
 
-def torchrun(out: Path, devices: dict[str, str]) -> Ranks:
-    """What the two processes of the worker found, with `devices` in their environment."""
-    tests = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **devices}
-    done = subprocess.run(
-        [*command, pretrain_worker.__file__, out], env=environment, capture_output=True, text=True, timeout=300
-    )
-    first = [line for line in done.stderr.splitlines() if "[rank0]" in line]  # far above what the others say of it
-    assert done.returncode == 0, "\n".join(first)[-3000:] + done.stderr[-3000:]
-    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
-
-
 @pytest.mark.slow
 def test_two_processes_of_torchrun(tmp_path):
     """One test: xdist would start the processes once for every worker that gets a part of it."""
-    check(tmp_path, torchrun(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "cpu")
+    check(tmp_path, torchrun(pretrain_worker, tmp_path, CPU), "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_through_nccl(tmp_path):
     """There index scores tied at 0 may be selected otherwise, and sums have no fixed order."""
-    check(tmp_path, torchrun(tmp_path, {}), "cuda")
+    check(tmp_path, torchrun(pretrain_worker, tmp_path, {}), "cuda")
 
 
 def check(out: Path, ranks: Ranks, device: str) -> None:

@@ -1,14 +1,12 @@
 """Two processes of torchrun compute what one does; splits that do not divide are refused."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import v41_worker
+from two_processes import CPU, torchrun
 from v41_cases import UNQUANTISED, golden_io, golden_weights, manifest, random_tiny, tiny_config, write_folder
 
 from sparsity_lab.models.deepseek_v41 import load
@@ -21,18 +19,12 @@ DECISIONS = ("topk", "candidates", "experts.", "selected")
 def run_ranks(out: Path, devices: dict[str, str]) -> list[dict[str, torch.Tensor]]:
     """What the two processes computed, with `devices` in their environment."""
     write_folder(out / "golden", manifest()[v41_worker.GOLDEN]["config"], golden_weights(v41_worker.GOLDEN))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", v41_worker.__file__]
-    tests = Path(__file__).parent
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **devices}
-    done = subprocess.run([*command, out], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+    return torchrun(v41_worker, out, devices)
 
 
 def test_two_processes_of_torchrun(tmp_path):
     """One test: xdist would start the processes once for every worker that gets a part of it."""
-    check_ranks(tmp_path, run_ranks(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "cpu")
+    check_ranks(tmp_path, run_ranks(tmp_path, CPU), "cpu")
 
 
 @pytest.mark.gpu

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsity_lab.dense import MASS_UNIT
 from sparsity_lab.selection import on_device
 
 STEP = 256  # places a program looks at together
 RANK_BITS = 14  # for the place in the oracle's order, all set = none; the other 49 hold a mass of 0 to 2 - 2**-48
-UNITS = tl.constexpr(2.0**48)
+UNITS = tl.constexpr(1 / MASS_UNIT)
 
 
 @triton.jit
@@ -80,7 +81,7 @@ def packed(mass: Tensor, order: Tensor) -> Tensor | None:
     if order.shape[-1] >= 1 << RANK_BITS:
         return None
     nowhere, last = (1 << RANK_BITS) - 1, mass.shape[-1] - 1
-    units = (mass * 2.0**48).long() << RANK_BITS
+    units = (mass / MASS_UNIT).long() << RANK_BITS
     at = order.masked_fill(order < 0, last)
     found = (units | nowhere).scatter_(-1, at, units.gather(-1, at) | torch.arange(at.shape[-1], device=at.device))
     found[..., last] = nowhere

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsity_lab.kernels.order_sums import RANK_BITS, pack
+from sparsity_lab.kernels.order_sums import RANK_BITS, UNITS, pack
 
 STEP = 512  # positions, or tokens, that a program looks at together
-UNITS = tl.constexpr(2.0**48)
 WHOLE = tl.constexpr(1.5 * 2.0**52)  # a float64 near this one has no fraction: adding it rounds, half to even
 
 
