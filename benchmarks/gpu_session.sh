@@ -14,8 +14,8 @@
 #   side         the alternatives side by side, and the kernels alone                            (250 s)
 #   suite        the tests, 14 at a time (SLICE=i/n: a part of their files)                      (250 s)
 #   compile      a training step of the mini with and without torch.compile                      (120 s)
-#   two_gpus     the tests of torchrun's processes through NCCL; document shards on two GPUs against one; needs TOKENS,
-#                cut by benchmarks/distill_tokens.py FOLDER
+#   two_gpus     the tests of torchrun's processes through NCCL; DOCUMENTS documents of SmolLM2 in two shards, on two
+#                GPUs against one; needs TOKENS, cut by benchmarks/distill_tokens.py FOLDER 8192  (300 s)
 #   smollm2      SmolLM2 with its indexers at 8,192 tokens; with CPU_TABLE (benchmarks/smollm2_gpu.py cpu float32 ...)
 #                and its TOKENS_8192 also the differences from the CPU                           (60 s)
 #   distill      train and test indexers of SmolLM2 on documents of 8,192 tokens: STEPS steps, as the time allows; needs
@@ -74,10 +74,12 @@ two_gpus() {
         tests/test_pretrain_fsdp.py
     # The same two shards, a process each: one after the other on one card, then one on each. By the jobs' own seconds,
     # from a job's first log line to its last word, so that each loads the model once. Hydra's -m stands before the
-    # overrides.
-    local work=(data=tokens "data.path=$TOKENS/stdlib.npy" data.num_documents=128 data.num_shards=2 scorer=quest
-        "selection.topk=[16,32,64]" "selection.compress_ratio=[1,4]" "results_dir=$KEEP" experiment_name=shards)
+    # overrides. A first job on two documents leaves Triton's kernels compiled.
+    local work=(data=tokens "data.path=$TOKENS/stdlib.npy" data.length=8192 scorer=quest "selection.topk=[16,32,64]"
+        "selection.compress_ratio=[1,4]" "results_dir=$KEEP" experiment_name=shards)
     local shard
+    limited warm "$python" experiments/recall.py "${work[@]}" data.num_documents=2 name=warm
+    work+=("data.num_documents=${DOCUMENTS:-128}" data.num_shards=2)
     for shard in 0 1; do
         limited "one_gpu-$shard" "$python" experiments/recall.py "${work[@]}" "data.shard=$shard" \
             model.device=cuda:0 "name=one$shard"

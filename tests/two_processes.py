@@ -19,7 +19,7 @@ def torchrun(worker: ModuleType, out: Path, devices: dict[str, str]) -> list[dic
     environment."""
     tests = Path(__file__).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker.__file__]
-    path = os.pathsep.join([str(tests), str(tests.parent)])
+    path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **devices}
     done = subprocess.run([*command, out], env=environment, capture_output=True, text=True, timeout=300)
     first = [line for line in done.stderr.splitlines() if "[rank0]" in line]  # far above what the others say of it
