@@ -12,7 +12,7 @@
 #   all_rows     200 cells at 32,768 tokens, every row                                           (180 s)
 #   long         131,072 tokens, then one layer of 1,048,576                                     (200 s)
 #   side         the alternatives side by side, and the kernels alone                            (250 s)
-#   suite        the tests, 14 at a time (SLICE=i/n: a part of their files)                      (250 s)
+#   suite        the tests, PROCESSES (14) at a time (SLICE=i/n: a part of their files)          (250 s)
 #   compile      a training step of the mini with and without torch.compile                      (120 s)
 #   two_gpus     the tests of torchrun's processes through NCCL; DOCUMENTS documents of SmolLM2 in two shards, on two
 #                GPUs against one; needs TOKENS, cut by benchmarks/distill_tokens.py FOLDER 8192  (300 s)
@@ -57,7 +57,7 @@ profile() { limited profile "$python" benchmarks/profile_gpu.py 32768; }
 suite() { # every n-th file, so that slow neighbours part
     local files
     mapfile -t files < <(printf '%s\n' tests/test_*.py | awk -v i="${SLICE%/*}" -v n="${SLICE#*/}" 'NR % n == i')
-    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n 14 --timeout 120 -p no:cacheprovider -rfE \
+    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n "${PROCESSES:-14}" --timeout 120 -p no:cacheprovider -rfE \
         --durations=10 "${files[@]}"
 }
 

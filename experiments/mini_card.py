@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> float:
             pretrain_card.copying, model, everything, distance=distance, count=settings["identifiers"], seed=seed
         )
     for name, function in (("coverage", pretrain_card.coverage), ("shared_bound", pretrain_card.shared_bound)):
-        parts[name] = partial(function, model, everything[: settings["sequences"]], rows=settings["rows"])
+        parts[name] = partial(function, model, everything, rows=settings["rows"])
     found = {"model": model.name, "fingerprint": model.fingerprint, **machine()}
     for name, part in parts.items():
         with console.progress(name) as progress:

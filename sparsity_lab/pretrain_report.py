@@ -36,14 +36,14 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         "they come first; of an identifier that was never assigned.",
         "## Sparse against dense",
         _held_out(figures["held_out"]),
-        "Coverage of its own selection relative to the best selection of the same size, by layer: "
+        "Coverage of its own selection relative to the best selection of the same size, on these texts, by layer: "
         + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["coverage"]["layers"].items())
         + f" (mean {figures['coverage']['mean']:.3f}, worst {figures['coverage']['worst']:.3f}).",
         "A layer that reuses a selection shares it with others. The best selection for all layers that an index source "
         "serves together, without a pool, would give "
         + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["shared_bound"]["layers"].items())
         + f" (mean {figures['shared_bound']['mean']:.3f}).",
-        *_together(curve),
+        *_together(record),
         "## Training",
         f"![Training loss, held-out bits a byte and coverage by the tokens seen]({CURVE})",
         _table(_thinned(curve), "{:.4g}"),
@@ -57,8 +57,8 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
             if stage["corpus"]["digest"] != corpus["digest"]
         ],
         "## Limits",
-        "It knows little: it completes code and documentation locally and copies from its context, the less well the "
-        "longer ago (see above, and what dense attention does better there). It is no assistant, has seen no other "
+        "It knows little: it completes code and documentation locally and copies from its context, less well from long "
+        "ago (see above, and what dense attention does better there). It is no assistant, has seen no other "
         "natural language than the English of documentation, and its context ends at "
         f"{record['config']['recipe']['length']:,} tokens. Repeated random spans were part of its training, so what it "
         "does on such text is learned from them. The standard library and its documentation were part of it too: "
@@ -131,16 +131,17 @@ def _abilities(figures: Mapping[str, Any]) -> str:
     return _table(pd.DataFrame(rows), "{:.3f}")
 
 
-def _together(curve: pd.DataFrame) -> list[str]:
-    """What the last row of the curve says of the index sources: nothing where none was measured."""
+def _together(record: Mapping[str, Any]) -> list[str]:
+    """What the record says of the index sources at the end of training: nothing where none was measured."""
     prefix = "coverage_"
-    last = curve.filter(like=prefix).iloc[-1].dropna()
-    if last.empty:
+    found = {name.removeprefix(prefix): x for name, x in record["held_out"].items() if name.startswith(prefix)}
+    if not found:
         return []
-    shares = ", ".join(f"{str(name).removeprefix(prefix)}: {share:.3f}" for name, share in last.items())
+    shares = ", ".join(f"{layer}: {share:.3f}" for layer, share in found.items())
     return [
-        "Of what that best selection holds of these layers' mass together, the indexers' own holds (in training, dense "
-        f"attention, no pool): {shares} (mean {last.mean():.3f})."
+        "Of what that best selection holds of these layers' mass together, the indexers' own holds (at the end of "
+        f"training, dense attention, no pool, {sum(record['corpus']['held_out_sequences'].values())} held-out "
+        f"sequences): {shares} (mean {sum(found.values()) / len(found):.3f})."
     ]
 
 
@@ -152,7 +153,8 @@ def _held_out(found: Mapping[str, Any]) -> str:
         if isinstance(about, Mapping)
     ]
     ratio = 100 * (found["sparse_over_dense"] - 1)
-    return _table(pd.DataFrame(rows), "{:.4f}") + f"\n\nThe sparse loss is {ratio:+.2f} % from the dense one."
+    why = "; a model that learned with sparse attention can do better with it" if ratio < 0 else ""
+    return _table(pd.DataFrame(rows), "{:.4f}") + f"\n\nThe sparse loss is {ratio:+.2f} % from the dense one{why}."
 
 
 def _data(corpus: Mapping[str, Any], shares: Mapping[str, float]) -> str:

@@ -12,6 +12,7 @@ from sparsity_lab.dense import RowTile
 from sparsity_lab.indexer import index_scores as plain_scores
 from sparsity_lab.kernels import dense_mass, index_scores, order_sums, select, truth_masses
 from sparsity_lab.kernels import pools as pool_kernel
+from sparsity_lab.quant import fake_quant
 from sparsity_lab.scorers import Random
 from sparsity_lab.selecting import restrict
 from sparsity_lab.selection import NEG_INF, block_scores, order_positions, rank_blocks
@@ -140,6 +141,19 @@ def test_index_scores(rows, heads, d, n, block, relu, dtype, poisoned):
     )
     assert alone.scores is None
     assert torch.equal(alone.blocks, found.blocks)
+
+
+@pytest.mark.parametrize("quant", ["fp4_ue8m0", "fp4_e4m3", "fp8_ue8m0"])
+def test_what_is_stored_in_few_bits_loses_nothing_in_sixteen(quant, poisoned):
+    rows, heads, d, n = 9, 3, 32, tokens_of(50)
+    q, k = (fake_quant(torch.randn(*size, device=DEVICE), quant) for size in ((heads, rows, d), (n, d)))
+    w, visible = torch.randn(heads, rows, device=DEVICE), torch.full((rows,), n, device=DEVICE)
+    short_q, short_k = (x.to(DTYPES[-1]) for x in (q, k))
+    assert torch.equal(short_q.float(), q)
+    assert torch.equal(short_k.float(), k)
+    found = index_scores.index_scores(short_q, short_k, w, visible, config=SMALL["scores"]).scores
+    wanted = plain_scores(q.cpu().movedim(0, 1)[None], k.cpu()[None], w.cpu().T[None], True)[0].to(DEVICE)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_index_scores_refuses_a_block_that_does_not_fit():

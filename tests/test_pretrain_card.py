@@ -158,7 +158,9 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
         "training": {"steps": 2000, "tokens": 65_000_000, "seconds": 480.0, "notes": []},
         "device": "a card",
         "config": {"data": {"shares": {"code": 0.9, "repeats": 0.1}}, "recipe": {"length": 96}},
+        "held_out": {"loss_dense": 1.0},
         "corpus": {
+            "held_out_sequences": {"code": 4, "prose": 3},
             "digest": "a",
             "tokens": {"code": 30_000_000},
             "settings": {"held_out_percent": 2},
@@ -192,10 +194,11 @@ def test_the_card_says_what_was_found(tmp_path, model, held):
     second = {**record, "config": {**record["config"], "recipe": later}, "start": record, "device": "another"}
     text = pretrain_report.card("mini", second, figures, curve)
     assert "8.0 minutes on a card; then the indexers alone, 2,000 steps, 65 M tokens, 8.0 minutes on another" in text
-    assert "in training" not in text  # the curve has no coverage
+    assert "no pool)" not in text  # the record has no coverage
     assert "compare those within it alone" in text
-    text = pretrain_report.card("mini", second, figures, curve.assign(coverage_2=0.5, coverage_4=steps / 2000))
-    assert "no pool): 2: 0.500, 4: 1.000 (mean 0.750)." in text
+    second["held_out"] = {"loss_dense": 1.0, "coverage_2": 0.5, "coverage_4": 1.0}
+    text = pretrain_report.card("mini", second, figures, curve)
+    assert "no pool, 7 held-out sequences): 2: 0.500, 4: 1.000 (mean 0.750)." in text
 
 
 def test_unreadable_held_out_files_are_named(tmp_path):
