@@ -30,6 +30,7 @@ from sparsity_lab.pretrain_attention import Stage
 from sparsity_lab.pretrain_data import Batches, token_bytes
 from sparsity_lab.pretrain_model import flops_per_token, in_bfloat16, peak_flops
 from sparsity_lab.pretrain_prepare import Prepared
+from sparsity_lab.pretrain_record import read_record
 from sparsity_lab.results import write_table, write_text
 
 FETCHED = 20  # steps after which their losses are fetched from the device
@@ -76,6 +77,8 @@ class PretrainRun:
         settings: what the manifest says beside the run's own description.
         progress: called with (steps done, steps in all).
         began: time.perf_counter() from which the recipe's seconds count; None = from `run`.
+    Raises:
+        ValueError: the record of the training whose weights this one starts from is damaged.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class PretrainRun:
         self.began = time.perf_counter() if began is None else began
         self.trainer, self.batches, self.prepared, self.schedule = trainer, batches, prepared, schedule
         self.settings, self.advance, self.at = dict(settings or {}), progress, _Progress()
+        self.earlier = None if trainer.start is None else read_record(trainer.start)
         self.sizes = torch.from_numpy(token_bytes(prepared.tokenizer))
         self.leads = trainer.shard.rank == 0
         recipe = trainer.recipe.describe()
@@ -318,7 +322,7 @@ class PretrainRun:
             "training": training,
             "held_out": figures,
             "corpus": self.prepared.corpus,
-            "start": earlier(trainer.start),
+            "start": self.earlier,
             **machine(),
         }
         write_text(path / "record.json", json.dumps(record, indent=1) + "\n")
@@ -327,9 +331,3 @@ class PretrainRun:
             raise _TimeUp
         self.folder.finish(record)
         return figures["bits_pool"]
-
-
-def earlier(start: Path | None) -> Any:
-    """The record of the training that made the weights from which this one starts; None where there is none."""
-    file = None if start is None else start / "record.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None

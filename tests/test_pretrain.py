@@ -251,6 +251,9 @@ def test_a_run_that_starts_elsewhere_is_another_run(tmp_path):
     assert record["training"]["steps"] == 2
     with pytest.raises(ValueError, match="holds a run with start="):
         tiny_pretrain.run(tmp_path / "second", **SHORT).run()
+    (start / "record.json").write_text("{")
+    with pytest.raises(ValueError, match=r"record\.json: damaged"):  # before the work, not after
+        tiny_pretrain.run(tmp_path / "third", start=start, **SHORT)
 
 
 def test_work_done_counts_what_a_token_uses():
