@@ -8,6 +8,7 @@ their own part.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,10 +33,16 @@ def shard(
         kept: parameters that stay whole and as they are.
         dtype: what forwards see of the others; gradients are summed in float32.
         gathers_twice: free what was gathered after a forward and gather it again in the backward.
+    Raises:
+        ValueError: torch is too old to leave parameters whole.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ValueError(
+            f"recipe.parallel=fsdp: needs torch 2.7 or newer, this is {torch.__version__}; ddp works with it"
+        )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for parameter in kept:

@@ -11,12 +11,14 @@ import pytest
 import tiny_pretrain
 import torch
 from pretrain_worker import SCHEDULE, SHAPE, STEPS, ways
+from torch.distributed import fsdp
 from two_processes import CPU, torchrun
 
 from sparsity_lab.models.deepseek_v41 import load
 from sparsity_lab.pretrain import KEPT
 from sparsity_lab.pretrain_recipe import PretrainRecipe
 from sparsity_lab.pretrain_run import PretrainRun, PretrainSchedule
+from sparsity_lab.pretrain_shard import shard
 
 Ranks = list[dict[str, Any]]
 
@@ -96,3 +98,10 @@ def test_what_cannot_be_shared_is_refused():
         PretrainRecipe(steps=1, parallel="zero")
     with pytest.raises(ValueError, match=r"recipe\.parallel=fsdp: .* torchrun; there is only one"):
         tiny_pretrain.trainer(parallel="fsdp")
+
+
+def test_an_old_torch_is_told(monkeypatch):
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, *, mesh, mp_policy, reshard_after_forward: None)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"recipe\.parallel=fsdp: needs torch 2\.7 or newer, this is "):
+        shard(model, [], [], device=torch.device("cpu"), dtype=torch.float32, gathers_twice=False)
