@@ -14,7 +14,7 @@
 #   side         the alternatives side by side, and the kernels alone                            (250 s)
 #   suite        the tests, PROCESSES (14) at a time (SLICE=i/n: a part of their files)          (250 s)
 #   compile      a training step of the mini with and without torch.compile                      (120 s)
-#   two_gpus     the tests of torchrun's processes through NCCL; DOCUMENTS documents of SmolLM2 in two shards, on two
+#   two_gpus     the tests of torchrun's processes through NCCL; DOCUMENTS (64) documents of SmolLM2 in two shards, on two
 #                GPUs against one; needs TOKENS, cut by benchmarks/distill_tokens.py FOLDER 8192  (300 s)
 #   smollm2      SmolLM2 with its indexers at 8,192 tokens; with CPU_TABLE (benchmarks/smollm2_gpu.py cpu float32 ...)
 #                and its TOKENS_8192 also the differences from the CPU                           (60 s)
@@ -79,7 +79,7 @@ two_gpus() {
         "selection.compress_ratio=[1,4]" "results_dir=$KEEP" experiment_name=shards)
     local shard
     limited warm "$python" experiments/recall.py "${work[@]}" data.num_documents=2 name=warm
-    work+=("data.num_documents=${DOCUMENTS:-128}" data.num_shards=2)
+    work+=("data.num_documents=${DOCUMENTS:-64}" data.num_shards=2)
     for shard in 0 1; do
         limited "one_gpu-$shard" "$python" experiments/recall.py "${work[@]}" "data.shard=$shard" \
             model.device=cuda:0 "name=one$shard"

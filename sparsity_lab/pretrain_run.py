@@ -78,7 +78,7 @@ class PretrainRun:
         progress: called with (steps done, steps in all).
         began: time.perf_counter() from which the recipe's seconds count; None = from `run`.
     Raises:
-        ValueError: the record of the training whose weights this one starts from is damaged.
+        ValueError: the record beside the weights that this one starts from is damaged, or not of a training.
     """
 
     def __init__(

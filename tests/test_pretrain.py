@@ -252,7 +252,7 @@ def test_a_run_that_starts_elsewhere_is_another_run(tmp_path):
     with pytest.raises(ValueError, match="holds a run with start="):
         tiny_pretrain.run(tmp_path / "second", **SHORT).run()
     (start / "record.json").write_text("{")
-    with pytest.raises(ValueError, match=r"record\.json: damaged"):  # before the work, not after
+    with pytest.raises(ValueError, match=r"record\.json: damaged"):  # before the training, not after
         tiny_pretrain.run(tmp_path / "third", start=start, **SHORT)
 
 
