@@ -63,7 +63,7 @@ def test_small_run_writes_a_record(tmp_path):
     folder = make("llama", tmp_path / "model", num_hidden_layers=10)
     words = ["model=hf", f"model.path={folder}", "model.device=cpu", "data.length=64", "lengths=[]", "repeats=1"]
     words += [
-        "cases=[forward,cells_1]",
+        "cases=[forward,cells_1,unchecked_1]",
         f"record={tmp_path / 'record.json'}",
         "hydra.run.dir=" + str(tmp_path),
     ]
@@ -72,7 +72,7 @@ def test_small_run_writes_a_record(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "record.json").read_text())
-    assert [row["case"] for row in record["cases"]] == ["forward", "cells_1"]
+    assert [row["case"] for row in record["cases"]] == ["forward", "cells_1", "unchecked_1"]
     assert all(row["seconds"] > 0 and row["peak_mib"] > 100 for row in record["cases"])
     assert record["versions"]["torch"] == torch.__version__
     assert {"command", "date", "device", "git"} <= set(record)
