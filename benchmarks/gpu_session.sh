@@ -57,8 +57,8 @@ profile() { limited profile "$python" benchmarks/profile_gpu.py 32768; }
 suite() { # every n-th file, so that slow neighbours part
     local files
     mapfile -t files < <(printf '%s\n' tests/test_*.py | awk -v i="${SLICE%/*}" -v n="${SLICE#*/}" 'NR % n == i')
-    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n "${PROCESSES:-14}" --timeout 120 -p no:cacheprovider -rfE \
-        --durations=10 "${files[@]}"
+    SHOW=40 limited "suite-${SLICE/\//of}" "$python" -m pytest -q -n "${PROCESSES:-14}" --timeout 120 \
+        -p no:cacheprovider -rfE --durations=10 "${files[@]}"
 }
 
 compile() { # the speed of every stage is in the last lines

@@ -12,7 +12,7 @@ softmax (see `dense`), K budgets (ascending).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,7 +59,7 @@ class Truth:
     raw_mass: Tensor  # float64 [g, R]: mass of the window and the tail
     edge: Tensor | None  # float64 [g, R]: mass of the position that holds raw_start, before it; None = D is never raw
     places: Tensor | None  # int64 [g, R, n + 1], for kernels: see `kernels.order_sums.packed`
-    _blocks: dict[int, Tensor] = field(default_factory=dict)
+    _kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @cached_property
     def rank(self) -> Tensor:
@@ -68,9 +68,16 @@ class Truth:
 
     def block_mass(self, block_size: int) -> Tensor:
         """D of whole blocks, float64 [g, R, nb]; made once a size."""
-        if block_size not in self._blocks:
-            self._blocks[block_size] = in_blocks(self.mass[..., :-1], block_size, 0.0).sum(-1)
-        return self._blocks[block_size]
+        return self._keep(("mass", block_size), lambda: in_blocks(self.mass[..., :-1], block_size, 0.0).sum(-1))
+
+    def order_blocks(self, block_size: int) -> Tensor:
+        """Block of every place of the oracle's order, int64 [g, R, L], 0 where there is nothing; made once a size."""
+        return self._keep(("order", block_size), lambda: self.order.clamp(min=0) // block_size)
+
+    def _keep(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 def raw_start(rows: Tensor, ratio: int, window: int) -> Tensor:
@@ -239,7 +246,7 @@ def pools_of(ranks: Tensor, topk_blocks: Sequence[int], block_size: int, true: T
 
         return Pools(*look(ranks, topk_blocks, true.order, block_size, mass, budgets))
     sizes = on_device(topk_blocks, ranks.device, torch.int32).view(-1, 1, 1, 1)
-    held = (ranks.gather(-1, true.order.clamp(min=0) // block_size) < sizes) & (true.order >= 0)
+    held = (ranks.gather(-1, true.order_blocks(block_size)) < sizes) & (true.order >= 0)
     return Pools(first_of(held.cumsum(-1, dtype=torch.int32), budgets).double(), (mass * (ranks < sizes)).sum(-1))
 
 

@@ -24,6 +24,7 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
     """
     stages = trainings(record)
     corpus, shares = stages[0]["corpus"], stages[0]["config"]["data"]["shares"]
+    own, bound = figures["coverage"], figures["shared_bound"]
     parts = [
         f"# {name}",
         f"A DeepSeek V4.1 of {record['parameters'] / 1e6:.1f} M parameters, trained from random weights by "
@@ -37,12 +38,10 @@ def card(name: str, record: Mapping[str, Any], figures: Mapping[str, Any], curve
         "## Sparse against dense",
         _held_out(figures["held_out"]),
         "Coverage of its own selection relative to the best selection of the same size, on these texts, by layer: "
-        + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["coverage"]["layers"].items())
-        + f" (mean {figures['coverage']['mean']:.3f}, worst {figures['coverage']['worst']:.3f}).",
+        f"{_by_layer(own['layers'])} (mean {own['mean']:.3f}, worst {own['worst']:.3f}).",
         "A layer that reuses a selection shares it with others. The best selection for all layers that an index source "
         "serves together, without a pool, would give "
-        + ", ".join(f"{layer}: {share:.3f}" for layer, share in figures["shared_bound"]["layers"].items())
-        + f" (mean {figures['shared_bound']['mean']:.3f}).",
+        f"{_by_layer(bound['layers'])} (mean {bound['mean']:.3f}).",
         *_together(record),
         "## Training",
         f"![Training loss, held-out bits a byte and coverage by the tokens seen]({CURVE})",
@@ -131,17 +130,20 @@ def _abilities(figures: Mapping[str, Any]) -> str:
     return _table(pd.DataFrame(rows), "{:.3f}")
 
 
+def _by_layer(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{layer}: {share:.3f}" for layer, share in shares.items())
+
+
 def _together(record: Mapping[str, Any]) -> list[str]:
     """What the record says of the index sources at the end of training: nothing where none was measured."""
     prefix = "coverage_"
     found = {name.removeprefix(prefix): x for name, x in record["held_out"].items() if name.startswith(prefix)}
     if not found:
         return []
-    shares = ", ".join(f"{layer}: {share:.3f}" for layer, share in found.items())
     return [
         "Of what that best selection holds of these layers' mass together, the indexers' own holds (at the end of "
         f"training, dense attention, no pool, {sum(record['corpus']['held_out_sequences'].values())} held-out "
-        f"sequences): {shares} (mean {sum(found.values()) / len(found):.3f})."
+        f"sequences): {_by_layer(found)} (mean {sum(found.values()) / len(found):.3f})."
     ]
 
 

@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
+def usable() -> bool:
+    """Whether this torch can leave parameters whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    return "ignored_params" in inspect.signature(fully_shard).parameters
+
+
 def shard(
     root: nn.Module,
     blocks: Iterable[nn.Module],
@@ -39,7 +46,7 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+    if not usable():
         raise ValueError(
             f"recipe.parallel=fsdp: needs torch 2.7 or newer, this is {torch.__version__}; ddp works with it"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from sparsity_lab.models.deepseek_v41 import load
 from sparsity_lab.pretrain import KEPT
 from sparsity_lab.pretrain_recipe import PretrainRecipe
 from sparsity_lab.pretrain_run import PretrainRun, PretrainSchedule
-from sparsity_lab.pretrain_shard import shard
+from sparsity_lab.pretrain_shard import shard, usable
 
 Ranks = list[dict[str, Any]]
-OLD = "ignored_params" not in inspect.signature(fsdp.fully_shard).parameters
+OLD = not usable()
 
 
 @pytest.mark.slow
